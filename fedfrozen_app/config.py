@@ -7,6 +7,8 @@ is written as ``"auto"`` for names and ``-1`` for numbers.
 """
 
 import difflib
+import os
+import shlex
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -55,7 +57,11 @@ class RunConfig(BaseModel):
     """One validated run. Build it with :meth:`from_mapping`; attributes are snake_case."""
 
     model_config = ConfigDict(
-        frozen=True, extra="forbid", alias_generator=_kebab, populate_by_name=True
+        frozen=True,
+        extra="forbid",
+        alias_generator=_kebab,
+        populate_by_name=True,
+        allow_inf_nan=False,
     )
 
     # --- data -------------------------------------------------------------------------
@@ -177,7 +183,9 @@ class RunConfig(BaseModel):
     device: str = Field(
         "auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto, cpu, cuda or cuda:N"
     )
-    threads: int = Field(0, ge=0, description="torch threads per client process; 0 = cores / jobs")
+    threads: int = Field(
+        0, ge=0, description="torch threads of a process; 0 = 1 for vit-digits, else cores / jobs"
+    )
     jobs: int = Field(1, ge=1, description="clients trained at once (in-process engine)")
     seed: int = Field(1, ge=0, description="seed of every random stream of the run")
     engine: Literal["local", "flwr"] = Field(
@@ -309,12 +317,27 @@ class RunConfig(BaseModel):
         return self.resolved_warmup_rounds < self.rounds
 
     @property
+    def resolved_threads(self) -> int:
+        """Return the torch threads of a process; vit-digits is too small to gain from more."""
+        if self.threads:
+            return self.threads
+        if self.resolved_model == DIGITS_MODEL:
+            return 1
+        return max(1, (os.cpu_count() or 1) // self.jobs)
+
+    @property
     def resolved_run_name(self) -> str:
         """Return the run folder's name."""
         if self.run_name != "auto":
             return self.run_name
         data = self.dataset.replace("/", "-")
         return f"{data}-{self.strategy}-seed{self.seed}"
+
+    def resolved(self) -> dict[str, ConfigValue]:
+        """Return what ``auto`` and -1 stand for in this run, by key."""
+        prefix = "resolved_"
+        names = [name for name in dir(type(self)) if name.startswith(prefix)]
+        return {_kebab(name.removeprefix(prefix)): getattr(self, name) for name in names}
 
     # --- in and out ---------------------------------------------------------------------
     @classmethod
@@ -360,6 +383,15 @@ def _explain(error: Any) -> str:
     field = RunConfig.model_fields[key.replace("-", "_")]
     rule = error["msg"].removeprefix("Input ")
     return f"{key}: {rule}, got {error['input']!r}; default {field.default!r} ({field.description})"
+
+
+def parse_overrides(texts: Iterable[str]) -> dict[str, ConfigValue]:
+    """Parse ``key=value`` texts; one text may hold several, separated by spaces."""
+    try:
+        words = [word for text in texts for word in shlex.split(text)]
+    except ValueError as error:
+        raise ConfigError(f"unbalanced quotes in {' '.join(texts)!r}: {error}") from None
+    return dict(map(parse_override, words))
 
 
 def parse_override(text: str) -> tuple[str, ConfigValue]:

@@ -1,0 +1,63 @@
+"""Hand an object to another process of this machine, its large buffers by shared memory."""
+
+import os
+import pickle
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+_ALIGNMENT = 64  # bytes; vector loads want aligned arrays
+# /dev/shm is memory; elsewhere a temporary file does the same, through the page cache
+_FOLDER = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else None
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """A pickled object whose buffers lie one after the other in ``path``, if there are any."""
+
+    pickled: bytes
+    path: str
+    sizes: tuple[int, ...]
+
+
+def pack(content: Any) -> Parcel:
+    """Pickle an object; whoever gets the parcel must unpack or discard it."""
+    buffers: list[pickle.PickleBuffer] = []
+    pickled = pickle.dumps(content, protocol=5, buffer_callback=buffers.append)
+    views = [buffer.raw() for buffer in buffers]
+    if not views:
+        return Parcel(pickled, "", ())
+    with tempfile.NamedTemporaryFile(prefix="fedfrozen-", dir=_FOLDER, delete=False) as file:
+        for view in views:
+            file.write(view)
+            file.write(bytes(_padding(view.nbytes)))
+    return Parcel(pickled, file.name, tuple(view.nbytes for view in views))
+
+
+def unpack(parcel: Parcel) -> Any:
+    """Return the object; its arrays map the shared memory, which is freed with them."""
+    if not parcel.path:
+        return pickle.loads(parcel.pickled)
+    starts = np.cumsum([0, *(size + _padding(size) for size in parcel.sizes)])
+    whole = np.empty(0, np.uint8)
+    if starts[-1]:  # an empty file cannot be mapped
+        whole = np.memmap(parcel.path, np.uint8, "c", shape=(int(starts[-1]),))
+    os.unlink(parcel.path)  # the mapping stays
+    buffers = [
+        whole[start : start + size] for start, size in zip(starts, parcel.sizes, strict=False)
+    ]
+    return pickle.loads(parcel.pickled, buffers=buffers)
+
+
+def _padding(size: int) -> int:
+    """Return how many bytes bring a buffer of ``size`` bytes to the alignment."""
+    return -size % _ALIGNMENT
+
+
+def discard(parcel: Parcel) -> None:
+    """Free a parcel that nobody will unpack."""
+    if parcel.path:
+        Path(parcel.path).unlink(missing_ok=True)

@@ -1,0 +1,155 @@
+import os
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.common.constant import ErrorCode
+from flwr.serverapp.strategy import FedAvg
+
+from fedfrozen_app.engine import handover
+from fedfrozen_app.engine.local_grid import LocalGrid
+from fedfrozen_app.transport.arrays import to_record, to_tensors
+from fedfrozen_app.transport.ledger import LedgerGrid
+
+app = ClientApp()
+calls: list[int] = []
+
+
+@app.train()
+def train(message: Message, context: Context) -> Message:
+    """Add the partition id to every array; count the visits in the state."""
+    partition = int(context.node_config["partition-id"])
+    calls.append(partition)
+    if message.content["config"].get("raise") == partition:
+        raise RuntimeError("no power")
+    visits = context.state.metric_records.get("visits", MetricRecord({"n": 0}))
+    context.state["visits"] = MetricRecord({"n": int(visits["n"]) + 1})
+    message.content["config"]["seen"] = partition
+    arrays = to_tensors(message.content["arrays"])
+    out = to_record({name: tensor + partition for name, tensor in arrays.items()})
+    metrics = MetricRecord(
+        {"num-examples": partition + 1, "visits": context.state["visits"]["n"], "pid": os.getpid()}
+    )
+    return Message(RecordDict({"arrays": out, "metrics": metrics}), reply_to=message)
+
+
+@app.query("silent")
+def silent(message: Message, context: Context) -> Message:
+    return Message(RecordDict(), reply_to=message)
+
+
+def messages(grid: LocalGrid, nodes: list[int], **config: int) -> list[Message]:
+    content = RecordDict(
+        {"arrays": to_record({"w": torch.zeros(3)}), "config": ConfigRecord(dict(config))}
+    )
+    return [Message(content, node, "train") for node in nodes]
+
+
+def means(replies: list[Message]) -> list[float]:
+    return [float(to_tensors(reply.content["arrays"])["w"].mean()) for reply in replies]
+
+
+def test_replies_come_in_message_order_and_only_when_asked_for() -> None:
+    grid = LocalGrid(app, 7)
+    calls.clear()
+    replies = iter(grid.send_and_receive(messages(grid, [5, 2, 7])))
+    assert calls == []
+    first = next(replies)
+    assert calls == [4] and means([first]) == [4.0]
+    assert means(list(replies)) == [1.0, 6.0]
+
+
+def test_state_stays_with_its_node() -> None:
+    grid = LocalGrid(app, 3)
+    for _ in range(2):
+        list(grid.send_and_receive(messages(grid, [1, 3])))
+    last = list(grid.send_and_receive(messages(grid, [1, 2, 3])))
+    assert [reply.content["metrics"]["visits"] for reply in last] == [3, 1, 3]
+
+
+def test_a_client_cannot_change_what_the_next_one_gets() -> None:
+    grid = LocalGrid(app, 2)
+    sent = messages(grid, [1, 2])
+    list(grid.send_and_receive(sent))
+    assert "seen" not in sent[0].content["config"]
+
+
+def test_an_exception_becomes_an_error_reply_that_names_it() -> None:
+    grid = LocalGrid(app, 3)
+    replies = list(grid.send_and_receive(messages(grid, [1, 2, 3], **{"raise": 1})))
+    assert [reply.has_error() for reply in replies] == [False, True, False]
+    assert replies[1].error.code == ErrorCode.CLIENT_APP_RAISED_EXCEPTION
+    assert "RuntimeError: no power" in (replies[1].error.reason or "")
+    assert replies[1].metadata.src_node_id == 2
+
+
+def test_a_message_to_nobody_is_an_error_reply() -> None:
+    grid = LocalGrid(app, 3)
+    (reply,) = grid.send_and_receive(messages(grid, [4]))
+    assert reply.error.code == ErrorCode.NODE_UNAVAILABLE
+    assert "nodes are 1..3" in (reply.error.reason or "")
+
+
+def test_push_and_pull_match_send_and_receive() -> None:
+    grid = LocalGrid(app, 3)
+    keys = grid.push_messages(messages(grid, [3, 1]))
+    pulled = grid.pull_messages(keys)
+    assert [reply.metadata.reply_to_message_id for reply in pulled] == keys
+    assert means(pulled) == [2.0, 0.0]
+    assert grid.pull_messages(keys) == []
+
+
+def test_stock_fedavg_runs_on_the_grid() -> None:
+    grid = LocalGrid(app, 3)
+    start = to_record({"w": torch.zeros(3)})
+    result = FedAvg(fraction_evaluate=0.0).start(grid, start, num_rounds=2)
+    # partitions 0, 1, 2 add 0, 1, 2 with weights 1, 2, 3: 8/6 a round
+    np.testing.assert_allclose(result.arrays["w"].numpy(), 2 * 8 / 6, rtol=1e-6)
+
+
+def test_worker_processes_give_the_same_replies_in_the_same_order() -> None:
+    with LocalGrid("tests.engine.test_local_grid:app", 5, jobs=2) as grid:
+        first = list(grid.send_and_receive(messages(grid, [5, 1, 4, 2, 9], **{"raise": 3})))
+        second = list(grid.send_and_receive(messages(grid, [5, 1])))
+    assert [reply.has_error() for reply in first] == [False, False, True, False, True]
+    assert means([first[0], first[1], first[3]]) == [4.0, 0.0, 1.0]
+    assert [reply.content["metrics"]["visits"] for reply in second] == [2, 2]
+    pids = {reply.content["metrics"]["pid"] for reply in [*first[:2], *second]}
+    assert os.getpid() not in pids
+
+
+def test_processes_need_an_importable_app() -> None:
+    with pytest.raises(ValueError, match="jobs=2.*module:attribute"):
+        LocalGrid(app, 3, jobs=2)
+
+
+@pytest.mark.parametrize("name", ["num_clients", "jobs"])
+def test_counts_below_one_are_refused(name: str) -> None:
+    arguments = {"num_clients": 1, "jobs": 1, name: 0}
+    with pytest.raises(ValueError, match=f"{name} must be >= 1, got 0"):
+        LocalGrid(app, **arguments)
+
+
+def test_a_parcel_brings_arrays_across_and_leaves_no_file() -> None:
+    content = {"odd": np.arange(7, dtype=np.uint8), "w": np.arange(13.0), "empty": np.zeros(0)}
+    parcel = handover.pack(content)
+    assert os.path.exists(parcel.path)
+    back = handover.unpack(parcel)
+    assert not os.path.exists(parcel.path)
+    assert all(np.array_equal(back[name], values) for name, values in content.items())
+    assert back["w"].ctypes.data % 64 == 0 and back["w"].flags.writeable
+    dropped = handover.pack(content)
+    handover.discard(dropped)
+    assert not os.path.exists(dropped.path)
+
+
+def test_the_ledger_counts_both_directions_and_resets() -> None:
+    grid = LedgerGrid(LocalGrid(app, 3))
+    list(grid.send_and_receive(messages(grid, [1, 2, 3], **{"raise": 0})))  # type: ignore[arg-type]
+    traffic = grid.take()
+    assert (traffic.bytes_down, traffic.bytes_up) == (3 * 12, 2 * 12)
+    assert traffic.wire_bytes_down > 36 and traffic.wire_bytes_up > 24
+    assert grid.take().bytes_down == 0
+    assert grid.ordered  # what the grid inside can do shows through

@@ -1,0 +1,158 @@
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedfrozen_app.config import (
+    ConfigError,
+    RunConfig,
+    parse_overrides,
+    read_experiment,
+)
+
+PYPROJECT = Path(__file__).parents[1] / "pyproject.toml"
+
+# the keys that scripts and papers' experiment files rely on
+DESIGNED = """
+dataset data-dir public-fraction max-train-examples max-test-examples partitioner alpha
+num-clients min-partition-size model weights image-size strategy rounds fraction-train
+local-epochs local-steps batch-size optimizer lr momentum weight-decay clip-norm
+warmup-rounds warmup-ratio frozen value-l2 proximal-mu server-lr server-momentum beta1 beta2
+tau latent-dim latent-rank generator latent-bits compression head precision device seed
+eval-every run-name run-dir engine
+""".split()
+
+
+def config(**values: Any) -> RunConfig:
+    return RunConfig.from_mapping({key.replace("_", "-"): value for key, value in values.items()})
+
+
+def test_every_designed_key_exists_with_a_description() -> None:
+    assert set(DESIGNED) <= set(RunConfig.keys())
+    assert all(field.description for field in RunConfig.model_fields.values())
+
+
+def test_flower_defaults_in_pyproject_are_the_config_defaults() -> None:
+    app = tomllib.loads(PYPROJECT.read_text())["tool"]["flwr"]["app"]
+    defaults = RunConfig().to_mapping()
+    assert app["config"] == defaults
+    # an int default must not reach Flower where a float is meant, nor the other way round
+    assert [type(app["config"][key]) for key in defaults] == [*map(type, defaults.values())]
+
+
+def test_a_config_survives_the_way_through_flower() -> None:
+    one = config(dataset="cifar10", lr=0.3, warmup_rounds=3, frozen="a.* !b", rounds=7)
+    assert RunConfig.from_mapping(one.to_mapping()) == one
+    assert hash(RunConfig.from_mapping(one.to_mapping())) == hash(one)
+
+
+@pytest.mark.parametrize(
+    ("key", "nearest"),
+    [("alpah", "alpha"), ("num_clients", "num-clients"), ("learning-rate", "server-lr")],
+)
+def test_an_unknown_key_names_the_nearest_one(key: str, nearest: str) -> None:
+    with pytest.raises(ConfigError, match=f"unknown config key '{key}'; did you mean '") as caught:
+        RunConfig.from_mapping({key: 1})
+    if key != "learning-rate":
+        assert f"'{nearest}'" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"warmup-rounds": 3, "warmup-ratio": 0.5}, ["warmup-rounds=3", "warmup-ratio=0.5", "one"]),
+        ({"warmup-rounds": 13, "rounds": 12}, ["warmup-rounds", "<= rounds=12", "got 13"]),
+        ({"warmup-ratio": 1.5}, ["warmup-ratio", "less than or equal to 1", "got 1.5"]),
+        ({"warmup-ratio": -0.5}, ["warmup-ratio", "[0, 1]", "got -0.5"]),
+        ({"batch-size": 0}, ["batch-size", "greater than or equal to 1", "got 0"]),
+        ({"alpha": 0}, ["alpha", "greater than 0", "got 0"]),
+        ({"alpha": float("nan")}, ["alpha", "finite"]),
+        ({"lr": float("inf")}, ["lr", "finite"]),
+        ({"alpha": "small"}, ["alpha", "number", "'small'"]),
+        ({"rounds": 2.5}, ["rounds", "integer", "2.5"]),
+        ({"fraction-train": 0}, ["fraction-train", "greater than 0"]),
+        ({"fraction-train": 1.1}, ["fraction-train", "less than or equal to 1"]),
+        ({"partitioner": "random"}, ["partitioner", "'iid'", "'random'"]),
+        ({"device": "tpu"}, ["device", "cuda", "'tpu'"]),
+        ({"run-name": "../up"}, ["run-name", "'../up'"]),
+        ({"strategy": "fedavg", "proximal-mu": 0.1}, ["proximal-mu=0.1", "fedavg", "fedprox"]),
+        ({"strategy": "fedavg", "beta1": 0.5}, ["beta1=0.5", "no effect", "fedadam"]),
+        ({"strategy": "scaffold"}, ["strategy=scaffold", "not available"]),
+        ({"compression": "int4"}, ["compression=int4", "not available"]),
+        ({"strategy": "fedavg", "frozen": "all", "warmup-rounds": 2}, ["frozen=all", "warm-up"]),
+        ({"frozen": "all"}, ["strategy=fedfrozen", "fedavg"]),
+        ({"strategy": "fedavg", "value-l2": 0.1}, ["value-l2=0.1", "freeze"]),
+        ({"public-fraction": 0.0}, ["weights=base", "public-fraction=0"]),
+        ({"public-fraction": 1.0}, ["public-fraction", "less than 1"]),
+        ({"engine": "flwr", "jobs": 2}, ["jobs=2", "engine=flwr"]),
+    ],
+)
+def test_what_cannot_work_is_an_error_that_says_what_to_change(
+    values: dict[str, Any], words: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        RunConfig.from_mapping(values)
+    assert [word for word in words if word not in str(caught.value)] == []
+
+
+def test_fedfrozen_freezes_query_key_after_four_tenths_of_the_rounds_by_default() -> None:
+    default = config(rounds=12)
+    assert (default.resolved_frozen, default.resolved_warmup_rounds) == ("query-key", 5)
+    assert default.freezes
+
+
+def test_a_plain_strategy_freezes_only_when_asked_to() -> None:
+    plain = config(strategy="fedavg", rounds=7)
+    assert (plain.resolved_frozen, plain.resolved_warmup_rounds, plain.freezes) == ("all", 7, False)
+    asked = config(strategy="fedavg", rounds=7, warmup_rounds=3)
+    assert (asked.resolved_frozen, asked.resolved_warmup_rounds) == ("query-key", 3)
+    named = config(strategy="fedavg", rounds=10, frozen="head")
+    assert (named.resolved_frozen, named.resolved_warmup_rounds) == ("head", 4)
+
+
+@pytest.mark.parametrize(("ratio", "rounds", "warmup"), [(0, 7, 0), (1, 7, 7), (0.3, 10, 3)])
+def test_a_warmup_ratio_is_a_share_of_the_rounds(ratio: float, rounds: int, warmup: int) -> None:
+    one = config(rounds=rounds, warmup_ratio=ratio)
+    assert one.resolved_warmup_rounds == warmup
+    assert one.freezes == (warmup < rounds)
+
+
+def test_auto_values_follow_the_data_set() -> None:
+    digits, cifar, femnist = config(), config(dataset="cifar10"), config(dataset="femnist")
+    assert (digits.resolved_model, digits.resolved_weights) == ("vit-digits", "base")
+    assert digits.resolved_public_fraction == 0.15
+    assert (cifar.resolved_model, cifar.resolved_weights) == ("vit-b-32", "pretrained")
+    assert cifar.resolved_public_fraction == 0
+    assert femnist.resolved_model == "vit-s-16"
+
+
+def test_overrides_are_read_as_toml_and_else_as_text() -> None:
+    assert parse_overrides(["lr=0.1 rounds=3", "strategy=fedavg", 'frozen="a.* !b"', "x=true"]) == {
+        "lr": 0.1,
+        "rounds": 3,
+        "strategy": "fedavg",
+        "frozen": "a.* !b",
+        "x": True,
+    }
+    assert parse_overrides(["data-dir=../a b"[:12]]) == {"data-dir": "../"}
+    with pytest.raises(ConfigError, match="expected key=value, got 'rounds'"):
+        parse_overrides(["rounds"])
+    with pytest.raises(ConfigError, match="string, number or boolean"):
+        parse_overrides(["rounds=[1,2]"])
+    with pytest.raises(ConfigError, match="unbalanced quotes"):
+        parse_overrides(['frozen="a'])
+
+
+def test_an_experiment_file_is_flat_keys_and_a_sweep_table(tmp_path: Path) -> None:
+    path = tmp_path / "one.toml"
+    path.write_text('dataset = "cifar10"\nlr = 0.1\n[sweep]\nseed = [1, 2]\n')
+    assert read_experiment(path) == {"dataset": "cifar10", "lr": 0.1}
+    path.write_text("lr = ")
+    with pytest.raises(ConfigError, match="not valid TOML"):
+        read_experiment(path)
+    with pytest.raises(ConfigError, match="does not exist"):
+        read_experiment(tmp_path / "none.toml")
+    path.write_text("[data]\nlr = 1\n")
+    with pytest.raises(ConfigError, match="unknown config key 'data'"):
+        RunConfig.from_mapping(read_experiment(path))

@@ -1,3 +1,4 @@
+import os
 import shutil
 from collections import Counter
 from pathlib import Path
@@ -207,6 +208,20 @@ def test_key_follows_the_content_of_the_files(run_config, birds, tmp_path, monke
     write_table(birds / "train.parquet", {"image": IMAGES[:11], "label": BIRDS[1:12]})
     data = load_dataset(run_config(dataset="birds", data_dir=str(birds)))
     assert data.key != key and data.class_names[data.train.labels[0]] == BIRDS[1]
+
+
+def test_large_files_of_equal_size_and_time_differ_by_their_footers(tmp_path, monkeypatch):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    monkeypatch.setattr(sources, "DIGESTED_BYTES", 0)
+    keys = []
+    for name in ("owl", "own", "owl"):
+        pq.write_table(pa.table({"kind": [name] * 5}), tmp_path / "train.parquet")
+        os.utime(tmp_path / "train.parquet", (1, 1))
+        size = (tmp_path / "train.parquet").stat().st_size
+        keys.append((size, sources.digest_files({"train": [tmp_path / "train.parquet"]})["train"]))
+    assert keys[0] == keys[2] and keys[0][0] == keys[1][0] and keys[0][1] != keys[1][1]
 
 
 def test_truncated_cache_is_decoded_again(run_config, birds, tmp_path):

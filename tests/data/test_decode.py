@@ -103,3 +103,10 @@ def test_grey_of_unknown_range_is_an_error(tmp_path):
     Image.fromarray(np.zeros((3, 5), np.float32)).save(file, "TIFF")
     with pytest.raises(ConfigError, match="image 0 of the train split.*mode F"):
         census_of(file.getvalue())
+
+
+def test_broken_image_is_named_by_its_row_in_the_set_also_in_threads(tmp_path):
+    images = [encode(image) for image in random_pixels(8, 17, 61, 67, 3)]
+    images[15] = images[15][:5003]
+    with pytest.raises(ConfigError, match="image 15 of the train split"):
+        decoded(tmp_path, images, ImageForm(61, 67, 3), batch=7)

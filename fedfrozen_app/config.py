@@ -22,6 +22,8 @@ DEFAULT_WARMUP_RATIO = 0.4
 DEFAULT_PUBLIC_FRACTION = 0.15
 DIGITS_MODEL = "vit-digits"
 
+NAMED_WEIGHTS = ("auto", "pretrained", "base", "none")  # any other value is a file
+
 # The models of the FedFrozen paper's experiments (arXiv:2605.06446) by data set.
 DEFAULT_MODELS = {"digits": DIGITS_MODEL, "fashion-mnist": DIGITS_MODEL, "femnist": "vit-s-16"}
 # Values that belong to the project's vocabulary but that this version cannot run yet.
@@ -43,6 +45,13 @@ ONLY_WITH = {
     "latent-bits": ("latent",),
     "generator": ("latent",),
 }
+
+
+def available_cores() -> int:
+    """Return how many CPU cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 class ConfigError(ValueError):
@@ -323,7 +332,7 @@ class RunConfig(BaseModel):
             return self.threads
         if self.resolved_model == DIGITS_MODEL:
             return 1
-        return max(1, (os.cpu_count() or 1) // self.jobs)
+        return max(1, available_cores() // self.jobs)
 
     @property
     def resolved_run_name(self) -> str:
@@ -363,6 +372,18 @@ class RunConfig(BaseModel):
             return cls.model_validate(merged)
         except ValidationError as error:
             raise ConfigError("\n".join(map(_explain, error.errors()))) from None
+
+    def with_absolute_paths(self) -> Self:
+        """Return the config with its paths resolved against the working directory."""
+        fields = ["data_dir", "run_dir", "cache_dir"]
+        if self.resolved_weights not in NAMED_WEIGHTS:
+            fields.append("weights")
+        paths = {
+            field: str(Path(value).expanduser().absolute())
+            for field in fields
+            if (value := getattr(self, field))
+        }
+        return self.model_copy(update=paths)
 
     def to_mapping(self) -> dict[str, ConfigValue]:
         """Return every key with its value, kebab-case, ready for Flower's run config."""

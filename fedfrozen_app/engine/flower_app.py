@@ -12,12 +12,12 @@ from pathlib import Path
 import tomli_w
 import torch
 
-from fedfrozen_app.config import ConfigError, ConfigValue, RunConfig
+from fedfrozen_app.config import ConfigError, ConfigValue, RunConfig, available_cores
+from fedfrozen_app.runs.store import REVISION_VARIABLE, git_revision
 
 PROGRAMS = ("flwr", "flower-superlink", "flower-superexec", "flwr-simulation")
 # Asking every node one question took 0.3 s for 100 nodes, 5 s for 1000 and 32 s for 4000.
 MAX_NODES = 1000
-NAMED_WEIGHTS = ("auto", "pretrained", "base", "none")
 
 
 def resolved_config(config: RunConfig) -> RunConfig:
@@ -27,13 +27,9 @@ def resolved_config(config: RunConfig) -> RunConfig:
     mean another file there.
     """
     changes: dict[str, ConfigValue] = {"engine": "flwr"}
-    for key in ("data-dir", "run-dir", "cache-dir", "weights"):
-        value = str(getattr(config, key.replace("-", "_")))
-        if value and not (key == "weights" and value in NAMED_WEIGHTS):
-            changes[key] = str(Path(value).expanduser().absolute())
     if config.device.startswith("cuda:"):
         changes["device"] = "cuda"  # the runtime is shown this one GPU, as its number 0
-    return RunConfig.from_mapping(config.to_mapping(), changes)
+    return RunConfig.from_mapping(config.with_absolute_paths().to_mapping(), changes)
 
 
 @dataclass(frozen=True)
@@ -71,20 +67,19 @@ class Resources:
 def simulation_resources(config: RunConfig) -> Resources:
     """Divide this machine among the clients of a run.
 
-    A client process gets ``threads`` cores (all of them when ``threads`` is 0), and there
-    are never more processes than a round has clients, as each costs seconds and memory.
-    There is one node per client up to ``MAX_NODES``: a node's state is then its client's.
-    Where clients share a node, their messages may run at once in two processes, and of
-    what both leave in the node's state only one survives.
+    A client process gets as many cores as it has torch threads, and there are never more
+    processes than a round has clients, as each costs seconds and memory. There is one node
+    per client up to ``MAX_NODES``: a node's state is then its client's. Where clients share
+    a node, their messages may run at once in two processes, and of what both leave in the
+    node's state only one survives.
 
     Raises
     ------
     ConfigError
         If ``device`` asks for a GPU that is not there.
     """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    cores = cores or 1
-    cpus = min(config.threads or cores, cores)
+    cores = available_cores()
+    cpus = min(config.resolved_threads, cores)
     cohort = math.ceil(config.fraction_train * config.num_clients)
     processes = min(cores // cpus, cohort)
     gpus, environment = _visible_gpus(config.device)
@@ -173,6 +168,7 @@ def runtime_environment(scratch: Path, extra: Mapping[str, str]) -> dict[str, st
         "TMPDIR": str(scratch),
         "PYTHONIOENCODING": "utf-8",
         "PYTHONUNBUFFERED": "1",
+        REVISION_VARIABLE: git_revision() or "",
         "FLWR_HOME": str(scratch / "flwr"),
         "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
         "FLWR_DISABLE_UPDATE_CHECK": "1",

@@ -9,11 +9,13 @@ worker processes compute ahead, at most one reply each beyond the one being read
 import importlib
 import itertools
 import os
+import signal
+import threading
 import traceback
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from typing import Any, cast
 
 from flwr.app import (
@@ -255,7 +257,16 @@ class LocalGrid(Grid):
 
 
 def _start_worker() -> None:
+    """Prepare a worker process: it ends with its parent, and only its parent hears Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     TaskIdentity.run_id, TaskIdentity.task_id, TaskIdentity.node_id = 1, 1, SUPERLINK_NODE_ID
+
+
+def _end_with_parent() -> None:
+    if (parent := parent_process()) is not None:
+        parent.join()
+        os._exit(1)
 
 
 def _work(reference: str, parcel: handover.Parcel) -> handover.Parcel:

@@ -271,6 +271,19 @@ class Selection:
                 start += high - low
         return parts
 
+    def views(self, arrays: Mapping[str, A]) -> dict[str, A]:
+        """Return the active slices of whole arrays under the keys of :meth:`parts`, as views.
+
+        Writing an active half into whole arrays is one copy per key:
+        ``views(arrays)[key].copy_(part)`` for each item of ``parts(active)``.
+        """
+        self._check("views", arrays, {e.name: e.shape for e in self.entries})
+        return {
+            key: arrays[e.name] if e.is_active else _slice(arrays[e.name], e.dim, *pair)
+            for e in self.entries
+            for key, pair in zip(e.keys, e.active or ((0, 0),), strict=False)
+        }
+
     def locate(self, rows: Mapping[str, Rows]) -> dict[str, Rows]:
         """Return where slices of whole entries lie in ``trainable_parameters``, by key.
 

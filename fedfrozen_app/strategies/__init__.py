@@ -1,0 +1,16 @@
+"""Federated rules that speak Flower's message API."""
+
+from fedfrozen_app.strategies.base import QuorumError, RoundReport, ServerRule, Update
+from fedfrozen_app.strategies.fedavg import FedAvg
+from fedfrozen_app.strategies.fedfrozen import FedFrozen
+from fedfrozen_app.strategies.schedule import FreezeSchedule
+
+__all__ = [
+    "FedAvg",
+    "FedFrozen",
+    "FreezeSchedule",
+    "QuorumError",
+    "RoundReport",
+    "ServerRule",
+    "Update",
+]

@@ -8,6 +8,7 @@ from shapes, so counting never serialises an array.
 
 import io
 import json
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -15,7 +16,7 @@ from typing import Any
 
 import numpy as np
 from flwr.app import Array, ArrayRecord, Message, RecordDict
-from flwr.common.constant import FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE
+from flwr.common.constant import FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE, SType
 from flwr.proto.node_pb2 import NodeInfo
 from flwr.serverapp import Grid
 from flwr.supercore.run import Run
@@ -39,7 +40,7 @@ class Traffic:
 def payload_bytes(content: RecordDict) -> int:
     """Return the tensor bytes of a message: values only, no framing."""
     return sum(
-        int(np.prod(array.shape, dtype=np.int64)) * np.dtype(array.dtype).itemsize
+        math.prod(array.shape) * np.dtype(array.dtype).itemsize
         for record in content.array_records.values()
         for array in record.values()
     )
@@ -71,32 +72,29 @@ def _object_bytes(kind: str, num_children: int, body: int) -> int:
     return len(f"{kind} ") + ids + len(f" {body}") + 1 + body
 
 
-@cache
-def _npy_header(dtype: str, shape: tuple[int, ...]) -> int:
-    buffer = io.BytesIO()
-    values = np.broadcast_to(np.zeros((), dtype), shape)
-    header = np.lib.format.header_data_from_array_1_0(values)
-    # broadcast arrays are not contiguous; what is sent always is, in C order
-    np.lib.format.write_array_header_1_0(buffer, {**header, "fortran_order": False})
-    return buffer.tell()
-
-
 def _array_bytes(array: Array) -> int:
     """Return the size of one ``Array`` object and its chunks."""
     if isinstance(array, TensorArray):
-        itemsize = np.dtype(array.dtype).itemsize
-        size = _npy_header(array.dtype, array.shape)
-        size += int(np.prod(array.shape, dtype=np.int64)) * itemsize
-    else:
-        size = len(array.data)
+        return _tensor_bytes(array.dtype, array.shape)
+    return _stored_bytes(array.dtype, array.shape, array.stype, len(array.data))
+
+
+@cache
+def _tensor_bytes(dtype: str, shape: tuple[int, ...]) -> int:
+    """Return the size of an ``Array`` that has not been serialised."""
+    values = np.broadcast_to(np.zeros((), dtype), shape)
+    header = np.lib.format.header_data_from_array_1_0(values)
+    buffer = io.BytesIO()
+    # broadcast values are not contiguous; what is sent always is, in C order
+    np.lib.format.write_array_header_1_0(buffer, {**header, "fortran_order": False})
+    return _stored_bytes(dtype, shape, SType.NUMPY, buffer.tell() + values.nbytes)
+
+
+def _stored_bytes(dtype: str, shape: tuple[int, ...], stype: str, size: int) -> int:
     full, rest = divmod(size, FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE)
     chunks = [FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE] * full + ([rest] if rest else [])
-    meta = {
-        "dtype": array.dtype,
-        "shape": array.shape,
-        "stype": array.stype,
-        "arraychunk_ids": list(range(len(chunks))),
-    }
+    ids = list(range(len(chunks)))
+    meta = {"dtype": dtype, "shape": shape, "stype": stype, "arraychunk_ids": ids}
     total = _object_bytes("Array", len(chunks), len(json.dumps(meta)))
     return total + sum(_object_bytes("ArrayChunk", 0, chunk) for chunk in chunks)
 

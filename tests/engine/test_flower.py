@@ -314,11 +314,13 @@ def test_jobs_are_refused_because_threads_decide():
         ({"threads": 1, "fraction-train": 0.25}, (10, 1, 3)),  # a round has 3 clients
         ({"threads": 11}, (10, 7, 7)),  # more than there are: Ray would refuse
         ({"num-clients": 1009}, (1000, 7, 7)),
+        ({"model": "vit-digits"}, (10, 1, 7)),  # too small to gain from threads
     ],
 )
 def test_cores_are_divided_without_oversubscription(monkeypatch, settings, expected):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(7)))
-    resources = simulation_resources(RunConfig.from_mapping({"device": "cpu"}, settings))
+    common = {"device": "cpu", "model": "vit-s-16"}
+    resources = simulation_resources(RunConfig.from_mapping(common, settings))
     assert (resources.nodes, resources.cpus, resources.total_cpus) == expected
     assert resources.gpus == 0.0
 
@@ -336,7 +338,8 @@ def test_cores_are_divided_without_oversubscription(monkeypatch, settings, expec
 def test_clients_share_the_gpus(monkeypatch, gpus, threads, share):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(7)))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    assert simulation_resources(RunConfig(threads=threads)).gpus == share
+    config = RunConfig(threads=threads, model="vit-s-16")
+    assert simulation_resources(config).gpus == share
 
 
 def test_a_numbered_gpu_is_the_only_one_shown(monkeypatch):

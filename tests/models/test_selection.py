@@ -511,3 +511,26 @@ def test_selections_are_equal_if_the_same_slices_train() -> None:
     assert pickle.loads(pickle.dumps(by_preset)) == by_preset
     with pytest.raises(AttributeError):
         by_preset.spec = "all"
+
+
+def test_writing_parts_into_views_puts_an_active_half_back_in_place() -> None:
+    entries = {
+        "blocks.0.attn.qkv.weight": torch.arange(147, dtype=torch.float32).reshape(21, 7),
+        "blocks.0.attn.qkv.bias": torch.arange(21, dtype=torch.float32),
+        "scale": torch.tensor(3.0),
+        "head.weight": torch.arange(35, dtype=torch.float32).reshape(5, 7),
+    }
+    # only the key rows frozen: the active rows of the fused weight are two ranges
+    selection = Selection.build("*.qkv.*[key]", entries)
+    active, frozen = selection.split({name: tensor + 0.5 for name, tensor in entries.items()})
+    target = {name: tensor.clone() for name, tensor in entries.items()}
+    views = selection.views(target)
+    parts = selection.parts(active)
+    assert views.keys() == parts.keys()
+    assert "blocks.0.attn.qkv.weight#1" in views and "scale" in views
+    for key, part in parts.items():
+        views[key].copy_(part)
+    _, before = selection.split(entries)
+    expected = selection.merge(active, before)
+    assert all(torch.equal(target[name], expected[name]) for name in entries)
+    assert not torch.equal(frozen["blocks.0.attn.qkv.weight"], before["blocks.0.attn.qkv.weight"])

@@ -1,0 +1,208 @@
+"""The ``fedfrozen`` command."""
+
+import logging
+import signal
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from fedfrozen_app.config import (
+    ConfigError,
+    ConfigValue,
+    RunConfig,
+    parse_overrides,
+    read_experiment,
+)
+
+app = typer.Typer(
+    help="Federated fine-tuning of Transformers that sends only what still moves.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_show_locals=False,
+)
+CLIENT_APP = "fedfrozen_app.client_app:app"
+console = Console()
+errors = Console(stderr=True)
+
+Words = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[EXPERIMENT.toml] [KEY=VALUE]...", help="experiment file and config"),
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("-c", "--config", metavar="KEY=VALUE", help="override a config key; repeatable"),
+]
+
+
+def fail(message: str, code: int) -> NoReturn:
+    """Print an error and end with an exit code."""
+    errors.print(f"[bold red]error:[/] {escape(message)}", soft_wrap=True, highlight=False)
+    raise typer.Exit(code)
+
+
+def load_config(
+    words: list[str] | None, overrides: list[str] | None, **options: ConfigValue | None
+) -> RunConfig:
+    """Build the config of a command line; later sources win.
+
+    Order: defaults, the experiment file, ``key=value`` words, ``-c``, options.
+    """
+    files = [word for word in words or [] if "=" not in word]
+    if len(files) > 1:
+        raise ConfigError(f"one experiment file at most, got {files}")
+    pairs = [word for word in words or [] if "=" in word]
+    given = {key: value for key, value in options.items() if value is not None}
+    config = RunConfig.from_mapping(
+        read_experiment(Path(files[0])) if files else {},
+        parse_overrides([*pairs, *(overrides or [])]),
+        given,
+    )
+    return config.with_absolute_paths()
+
+
+@app.command()
+def run(
+    words: Words = None,
+    overrides: Overrides = None,
+    engine: Annotated[
+        str | None, typer.Option(help="local (this process) or flwr (Flower's runtime on Ray)")
+    ] = None,
+) -> None:
+    """Run a federation; without arguments the bundled digits."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # clean up as after Ctrl-C
+    try:
+        config = load_config(words, overrides, engine=engine)
+        folder = run_flower(config) if config.engine == "flwr" else run_here(config)
+    except ConfigError as error:
+        fail(str(error), 2)
+    except (ValueError, RuntimeError, OSError) as error:
+        errors.print_exception() if logging.getLogger().isEnabledFor(logging.DEBUG) else None
+        fail(f"{type(error).__name__}: {error}", 1)
+    except KeyboardInterrupt:
+        fail("interrupted; finished rounds are in the run folder", 130)
+    show_result(folder)
+
+
+def run_here(config: RunConfig) -> Path:
+    """Run in this process and return the run folder."""
+    from fedfrozen_app.engine.local_grid import LocalGrid
+    from fedfrozen_app.engine.rounds import run_federation
+    from fedfrozen_app.runs.store import RoundMetrics
+    from fedfrozen_app.training.worker import resident
+
+    logging.getLogger("flwr").setLevel(logging.WARNING)  # the progress bar says the rest
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[note]}"),
+    )
+    num_clients = resident(config).num_clients
+    with (
+        Progress(*columns, console=console) as progress,
+        LocalGrid(CLIENT_APP, num_clients, config.to_mapping(), jobs=config.jobs) as grid,
+    ):
+        task = progress.add_task("rounds", total=config.rounds, note="loading")
+
+        def on_round(metrics: RoundMetrics) -> None:
+            note = f"{metrics.phase}"
+            if metrics.test_accuracy is not None:
+                note += f"  accuracy {metrics.test_accuracy:.4f}"
+            progress.update(task, completed=metrics.round, note=note)
+
+        return run_federation(config, grid, on_round).path
+
+
+def run_flower(config: RunConfig) -> Path:
+    """Run through Flower's own runtime and return the run folder."""
+    from fedfrozen_app.engine.flower import run_with_flower
+    from fedfrozen_app.runs.store import free_name
+
+    config = config.model_copy(update={"run_name": free_name(config)})
+    code = run_with_flower(config, lambda line: console.print(line, markup=False, highlight=False))
+    if code != 0:
+        raise RuntimeError(f"the run did not finish in Flower's runtime (status code {code})")
+    return Path(config.run_dir) / config.run_name
+
+
+def show_result(path: Path) -> None:
+    """Print the closing table and where the run lies."""
+    from fedfrozen_app.runs.store import RunFolder
+    from fedfrozen_app.runs.summary import closing_table
+
+    console.print(closing_table(RunFolder(path).metrics(), path.name))
+    console.print(f"run folder: {path}", soft_wrap=True, highlight=False)
+
+
+@app.command("config")
+def show_config(words: Words = None, overrides: Overrides = None) -> None:
+    """Print every config key with its type, value and meaning."""
+    try:
+        config = load_config(words, overrides)
+    except ConfigError as error:
+        fail(str(error), 2)
+    table = Table("key", "type", "value", "meaning")
+    values, resolved = config.to_mapping(), config.resolved()
+    for key, field in zip(RunConfig.keys(), RunConfig.model_fields.values(), strict=True):
+        value = str(values[key]) or "(empty)"
+        if key in resolved and resolved[key] != values[key]:
+            value += f" = {resolved[key]}"
+        table.add_row(
+            key, type_name(field.annotation), escape(value), escape(field.description or "")
+        )
+    console.print(table)
+
+
+def type_name(annotation: object) -> str:
+    """Return a short name of a config key's type."""
+    choices = getattr(annotation, "__args__", ())
+    return " | ".join(map(str, choices)) if choices else getattr(annotation, "__name__", "str")
+
+
+@app.command()
+def partition(
+    words: Words = None,
+    overrides: Overrides = None,
+    out: Annotated[Path, typer.Option(help="folder for partition.json and partition.png")] = Path(
+        "partition"
+    ),
+) -> None:
+    """Divide a data set among the clients and draw who holds what."""
+    import json
+
+    from fedfrozen_app.data.datasets import load_dataset
+    from fedfrozen_app.data.partition import draw_partition, make_partition, partition_report
+
+    try:
+        config = load_config(words, overrides)
+        dataset = load_dataset(config)
+        report = partition_report(make_partition(config, dataset), dataset)
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "partition.json").write_text(json.dumps(report) + "\n")
+        draw_partition(report, out / "partition.png")
+    except ConfigError as error:
+        fail(str(error), 2)
+    except (ValueError, OSError) as error:
+        fail(str(error), 1)
+    sizes = sorted(report["sizes"])
+    console.print(
+        f"{len(sizes)} clients, {sizes[0]} to {sizes[-1]} examples (median "
+        f"{sizes[len(sizes) // 2]}); {out / 'partition.json'}, {out / 'partition.png'}",
+        soft_wrap=True,
+        highlight=False,
+    )
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

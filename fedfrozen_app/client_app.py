@@ -1,0 +1,57 @@
+"""The Flower ClientApp: message -> model -> local training -> reply."""
+
+from flwr.app import ConfigRecord, Context, Message, RecordDict
+from flwr.clientapp import ClientApp
+
+from fedfrozen_app.engine.roster import NUM_PARTITIONS, QUERY_PARTITION
+from fedfrozen_app.training.worker import client_config, resident
+from fedfrozen_app.transport.payload import (
+    NUM_EXAMPLES,
+    PARTITION_ID,
+    REPLY,
+    SERVER_ROUND,
+    VALUE_L2,
+    MissingFrozenBlock,
+    missing_reply,
+    open_payload,
+    train_reply,
+)
+
+app = ClientApp()
+
+
+@app.train()
+def train(message: Message, context: Context) -> Message:
+    """Train the entries the message leaves active and reply with them."""
+    worker = resident(client_config(context.run_config, context.node_config))
+    try:
+        payload = open_payload(message, worker.cache, worker.digest)
+    except MissingFrozenBlock as missing:
+        return missing_reply(message, str(missing))
+    config = payload.config
+    partition_id = int(config.get(PARTITION_ID, context.node_config.get(PARTITION_ID, -1)))  # type: ignore[arg-type]
+    worker.load(payload)
+    result = worker.train(
+        partition_id,
+        int(config[SERVER_ROUND]),  # type: ignore[arg-type]
+        float(config.get(VALUE_L2, 0.0)),  # type: ignore[arg-type]
+    )
+    metrics = {
+        NUM_EXAMPLES: result.num_examples,
+        "train_loss": result.train_loss,
+        "train_seconds": result.seconds,
+        "steps": result.steps,
+    }
+    return train_reply(message, worker.active(), metrics)
+
+
+@app.query(QUERY_PARTITION.partition(".")[2])
+def partition(message: Message, context: Context) -> Message:
+    """Say which partition this node holds, of how many."""
+    reply = ConfigRecord(
+        {
+            key: int(context.node_config.get(key, default))
+            for key, default in ((PARTITION_ID, 0), (NUM_PARTITIONS, 1))
+        }
+    )
+    return Message(RecordDict({REPLY: reply}), reply_to=message)

@@ -1,0 +1,119 @@
+"""The rounds of a run, the same in every engine: send, aggregate, test, record."""
+
+import time
+from collections.abc import Callable
+
+from flwr.app import ArrayRecord, ConfigRecord
+from flwr.serverapp import Grid
+
+from fedfrozen_app.config import RunConfig
+from fedfrozen_app.data.partition import partition_report
+from fedfrozen_app.engine.roster import Roster
+from fedfrozen_app.runs.store import RoundMetrics, RunFolder
+from fedfrozen_app.strategies import FedAvg, FedFrozen, FreezeSchedule
+from fedfrozen_app.training.worker import Worker, resident
+from fedfrozen_app.transport.arrays import to_record, to_tensors
+from fedfrozen_app.transport.ledger import LedgerGrid, Traffic
+
+OnRound = Callable[[RoundMetrics], None]
+
+
+def build_strategy(config: RunConfig, num_clients: int) -> FedFrozen:
+    """Return the config's rule inside the config's freeze (none = a warm-up without end)."""
+    rule = FedAvg(
+        seed=config.seed,
+        members=Roster(num_clients),
+        min_replies=config.min_replies,
+        fraction_train=config.fraction_train,
+        min_train_nodes=1,
+        min_available_nodes=1,
+    )
+    schedule = FreezeSchedule.warmup(config.resolved_warmup_rounds, config.resolved_frozen)
+    return FedFrozen(rule, schedule=schedule, value_l2=config.value_l2)
+
+
+class Federation:
+    """One run: its strategy, its traffic, its folder."""
+
+    def __init__(self, config: RunConfig, grid: Grid, folder: RunFolder, worker: Worker) -> None:
+        self.config = config
+        self.grid = LedgerGrid(grid)
+        self.folder = folder
+        self.worker = worker
+        self.strategy = build_strategy(config, worker.num_clients)
+        self.strategy.timeout = config.round_timeout
+
+    def run(self, on_round: OnRound) -> None:
+        """Run all rounds; the model of the last finished round is saved whatever happens."""
+        arrays = to_record(self.worker.initial_weights())
+        self.strategy.schedule.check(arrays)
+        try:
+            self._record(0, arrays, time.perf_counter(), on_round)
+            for server_round in range(1, self.config.rounds + 1):
+                started = time.perf_counter()
+                arrays = self.train_round(server_round, arrays)
+                self._record(server_round, arrays, started, on_round)
+        finally:
+            self.folder.save_model(to_tensors(arrays))
+
+    def train_round(self, server_round: int, arrays: ArrayRecord) -> ArrayRecord:
+        """Send the model out, aggregate the replies, return the next model."""
+        messages = self.strategy.configure_train(server_round, arrays, ConfigRecord(), self.grid)
+        replies = self.grid.send_and_receive(messages, timeout=self.config.round_timeout)
+        aggregated, _ = self.strategy.aggregate_train(server_round, replies)
+        return arrays if aggregated is None else aggregated
+
+    def _record(
+        self, server_round: int, arrays: ArrayRecord, started: float, on_round: OnRound
+    ) -> None:
+        """Test the model, if it is due, and write the round's line."""
+        loss, accuracy = self._test(server_round, arrays)
+        report, traffic = self.strategy.report, self.grid.take()
+        if server_round == 0:
+            traffic = Traffic()
+        metrics = RoundMetrics(
+            round=server_round,
+            phase=self._phase(server_round),
+            strategy=self.config.strategy,
+            train_loss=report.mean("train_loss") if server_round else None,
+            test_loss=loss,
+            test_accuracy=accuracy,
+            clients=report.clients,
+            num_examples=int(report.num_examples),
+            bytes_up=traffic.bytes_up,
+            bytes_down=traffic.bytes_down,
+            wire_bytes_up=traffic.wire_bytes_up,
+            wire_bytes_down=traffic.wire_bytes_down,
+            seconds_train=round(report.total("train_seconds"), 4),
+            seconds_total=round(time.perf_counter() - started, 4),
+            dropped=report.dropped,
+        )
+        self.folder.append(metrics)
+        on_round(metrics)
+
+    def _test(self, server_round: int, arrays: ArrayRecord) -> tuple[float | None, float | None]:
+        every, last = self.config.eval_every, self.config.rounds
+        if server_round not in (0, last) and (every == 0 or server_round % every):
+            return None, None
+        self.worker.load_whole(to_tensors(arrays), self.strategy.state.digest)
+        return self.worker.test()
+
+    def _phase(self, server_round: int) -> str:
+        if server_round == 0:
+            return "start"
+        if not self.config.freezes:
+            return "full"
+        return "frozen" if self.strategy.is_frozen(server_round) else "warmup"
+
+
+def run_federation(config: RunConfig, grid: Grid, on_round: OnRound) -> RunFolder:
+    """Run a config on a grid and return its run folder.
+
+    Data, model, weights and every stage's selection are loaded and checked before the
+    first round.
+    """
+    worker = resident(config)
+    folder = RunFolder.create(config)
+    folder.write_partition(partition_report(worker.partition, worker.dataset))
+    Federation(config, grid, folder, worker).run(on_round)
+    return folder

@@ -1,0 +1,188 @@
+"""The run folder: everything a report needs, and nothing outside it.
+
+``config.json`` resolved config, versions, seed, git revision; ``metrics.jsonl`` one line a
+round, round 0 = before training; ``partition.json``; ``model.safetensors`` the whole final
+model under the library's own names.
+"""
+
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import subprocess
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import safetensors.torch
+import torch
+
+from fedfrozen_app.config import ConfigError, RunConfig
+
+REVISION_VARIABLE = "FEDFROZEN_REVISION"
+PACKAGES = ("fedfrozen", "flwr", "torch", "torchvision", "timm", "numpy")
+
+
+@dataclass(frozen=True)
+class RoundMetrics:
+    """One line of ``metrics.jsonl``. ``None`` = not measured in this round.
+
+    ``bytes_*`` are tensor payloads and ``wire_bytes_*`` message contents in Flower's wire
+    form, both summed over the round's clients. ``seconds_train`` sums the clients' local
+    training, ``seconds_total`` is the round on the clock, central test included.
+    ``dropped`` counts sampled clients whose reply did not enter the model.
+    """
+
+    round: int
+    phase: str
+    strategy: str
+    train_loss: float | None
+    test_loss: float | None
+    test_accuracy: float | None
+    clients: int
+    num_examples: int
+    bytes_up: int
+    bytes_down: int
+    wire_bytes_up: int
+    wire_bytes_down: int
+    seconds_train: float
+    seconds_total: float
+    dropped: int
+
+
+@contextmanager
+def atomic_path(path: Path) -> Iterator[Path]:
+    """Yield a temporary path beside ``path`` that replaces it when the block succeeds."""
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+    os.close(handle)
+    temporary = Path(name)
+    try:
+        yield temporary
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+class RunFolder:
+    """One run's folder; see the module's description."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @classmethod
+    def create(cls, config: RunConfig) -> Self:
+        """Create the folder of a new run and write ``config.json``.
+
+        Raises
+        ------
+        ConfigError
+            If a run of that name exists (nothing is overwritten) or the folder cannot be
+            written.
+        """
+        parent = Path(config.run_dir).expanduser().resolve()
+        try:
+            path = _new_folder(parent, config)
+        except FileExistsError as error:
+            raise ConfigError(
+                f"run-name={config.run_name!r}: {error.filename} exists and is not overwritten; "
+                "choose another run-name or remove that folder"
+            ) from None
+        except OSError as error:
+            raise ConfigError(
+                f"run-dir={config.run_dir!r} cannot be written: {error.strerror}; choose another"
+            ) from None
+        folder = cls(path)
+        folder._write_json("config.json", describe_run(config))
+        return folder
+
+    def _write_json(self, name: str, content: Mapping[str, Any]) -> None:
+        with atomic_path(self.path / name) as temporary:
+            temporary.write_text(json.dumps(content, indent=1) + "\n")
+
+    def write_partition(self, report: Mapping[str, Any]) -> None:
+        """Write ``partition.json``."""
+        self._write_json("partition.json", report)
+
+    def append(self, metrics: RoundMetrics) -> None:
+        """Append a round to ``metrics.jsonl`` and make it durable."""
+        with (self.path / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps({key: _finite(value) for key, value in asdict(metrics).items()}))
+            file.write("\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    def save_model(self, arrays: Mapping[str, torch.Tensor]) -> None:
+        """Write the whole model to ``model.safetensors``."""
+        own = {name: tensor.detach().cpu().contiguous() for name, tensor in arrays.items()}
+        with atomic_path(self.path / "model.safetensors") as temporary:
+            safetensors.torch.save_file(own, str(temporary), metadata={"format": "pt"})
+
+    def metrics(self) -> list[RoundMetrics]:
+        """Read ``metrics.jsonl``."""
+        lines = (self.path / "metrics.jsonl").read_text().splitlines()
+        return [RoundMetrics(**json.loads(line)) for line in lines]
+
+
+def _new_folder(parent: Path, config: RunConfig) -> Path:
+    parent.mkdir(parents=True, exist_ok=True)
+    path = parent / free_name(config)
+    path.mkdir()
+    return path
+
+
+def free_name(config: RunConfig) -> str:
+    """Return the run's name; an automatic one gets a number if it is taken."""
+    name = config.resolved_run_name
+    if config.run_name != "auto":
+        return name
+    parent, number, free = Path(config.run_dir).expanduser(), 1, name
+    while (parent / free).exists():
+        number += 1
+        free = f"{name}-{number}"
+    return free
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN or infinity: a diverged loss is written as null."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def describe_run(config: RunConfig) -> dict[str, Any]:
+    """Return what ``config.json`` holds."""
+    versions = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = "not installed"
+    return {
+        "config": config.to_mapping(),
+        "resolved": config.resolved(),
+        "seed": config.seed,
+        "versions": versions,
+        "git_revision": git_revision(),
+        "machine": {"cores": os.cpu_count(), "system": platform.platform()},
+    }
+
+
+def git_revision() -> str | None:
+    """Return the revision of the checkout this package runs from, None outside one.
+
+    In Flower's runtime a copy of the package runs, so whoever copied it says where from.
+    """
+    if REVISION_VARIABLE in os.environ:
+        return os.environ[REVISION_VARIABLE] or None
+    folder = Path(__file__).resolve().parents[2]
+    command = ["git", "-C", str(folder), "rev-parse", "HEAD", "--show-toplevel"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    revision, top = done.stdout.splitlines()[:2]
+    # an installed package inside somebody else's checkout is not of that revision
+    return revision if folder == Path(top).resolve() else None

@@ -1,0 +1,336 @@
+"""FedFrozen (arXiv:2605.06446): train everything, then freeze the attention kernel.
+
+Phi = the query and key weights and biases of every attention layer, theta = the rest.
+
+Rounds 1..T_warm: any federated rule on (Phi, theta) together.
+Freeze: Phi_bar = Phi at the end of round T_warm, broadcast once.
+Rounds T_warm+1..T: clients minimise F_k(Phi_bar, theta) + (lambda/2) ||theta_V||^2 with
+Phi_bar constant; only theta travels, in both directions.
+
+``FedFrozen`` wraps any Flower strategy, as Flower's own differential-privacy wrappers do.
+Our own rules see the active entries only. A stock strategy is shown whole models, since
+some break when the set of entries changes, and the frozen entries of what it returns are
+set back to their exact values.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from logging import INFO
+from typing import Any
+
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Result, Strategy
+from flwr.supercore import log
+
+from fedfrozen_app.config import DEFAULT_WARMUP_RATIO
+from fedfrozen_app.models.selection import Selection
+from fedfrozen_app.strategies.base import (
+    Layout,
+    RoundReport,
+    ServerRule,
+    Tensors,
+    accepted,
+    in_client_order,
+    layout_of,
+)
+from fedfrozen_app.strategies.fedavg import FedAvg
+from fedfrozen_app.strategies.schedule import FreezeSchedule
+from fedfrozen_app.transport.arrays import to_record, to_tensors
+from fedfrozen_app.transport.frozen_cache import digest
+from fedfrozen_app.transport.payload import (
+    attach_frozen,
+    client_of,
+    first_arrays,
+    mark,
+    missing_digest,
+)
+
+
+@dataclass
+class FreezeState:
+    """What crosses rounds: the block in force and who has confirmed it.
+
+    ``holders`` are client ids, so that what is sent does not depend on which node of a
+    simulation happened to serve a client.
+    """
+
+    spec: str = ""
+    digest: str = ""
+    frozen: Tensors = field(default_factory=dict)
+    holders: set[int] = field(default_factory=set)
+
+
+class FedFrozen(Strategy):
+    """Wrap a strategy so that part of the model is frozen, and stays home, after a warm-up.
+
+    Parameters
+    ----------
+    strategy : Strategy, optional
+        The rule that averages; by default our streaming ``FedAvg`` with ``**fedavg``.
+    warmup_rounds : int, optional
+        T_warm, rounds that train everything; 0 freezes from round 1.
+    warmup_ratio : float, optional
+        T_warm as a share of ``num_rounds`` of :meth:`start`, in [0, 1]; 0.4 if neither is
+        given.
+    frozen : str
+        What the freeze stops: ``query-key`` (the paper), ``value-head``, ``head`` or name
+        patterns, see :class:`fedfrozen_app.models.selection.Selection`.
+    schedule : FreezeSchedule, optional
+        Any number of stages instead of one warm-up.
+    value_l2 : float
+        lambda of (lambda/2) ||W_V||^2 on the value rows while something is frozen.
+    **fedavg : Any
+        Arguments of the default inner strategy.
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy | None = None,
+        *,
+        warmup_rounds: int | None = None,
+        warmup_ratio: float | None = None,
+        frozen: str = "query-key",
+        schedule: FreezeSchedule | None = None,
+        value_l2: float = 0.0,
+        **fedavg: Any,
+    ) -> None:
+        if strategy is not None and fedavg:
+            raise ValueError(
+                f"{sorted(fedavg)} belong to the default inner FedAvg; set them on the wrapped "
+                f"{type(strategy).__name__} instead"
+            )
+        if (warmup_rounds, warmup_ratio, schedule).count(None) < 2:
+            raise ValueError("give one of warmup_rounds, warmup_ratio and schedule, not several")
+        if warmup_ratio is not None and not 0 <= warmup_ratio <= 1:
+            raise ValueError(f"warmup_ratio must be in [0, 1], got {warmup_ratio}")
+        if value_l2 < 0:
+            raise ValueError(f"value_l2 must be >= 0, got {value_l2}")
+        self.strategy = strategy if strategy is not None else FedAvg(**fedavg)
+        self.value_l2 = value_l2
+        self.timeout = 3600.0  # seconds for the replies of clients that are sent the block again
+        self.state = FreezeState()
+        self._frozen_spec = frozen
+        self._warmup_ratio = DEFAULT_WARMUP_RATIO if warmup_ratio is None else warmup_ratio
+        self._schedule = schedule
+        if warmup_rounds is not None:
+            self._schedule = FreezeSchedule.warmup(warmup_rounds, frozen)
+        self._selection: Selection | None = None  # None: everything is trained
+        self._selected = ""  # spec of _selection
+        self._report = RoundReport()
+        self._sent: dict[int, Message] = {}
+        self._grid: Grid | None = None
+        self._expected: Layout = {}
+        self._dtypes: dict[str, torch.dtype] = {}  # of the model as the run started
+
+    # --- the rounds -------------------------------------------------------------------
+    @property
+    def schedule(self) -> FreezeSchedule:
+        """The stages.
+
+        Raises
+        ------
+        ValueError
+            If only a ratio is known and not the number of rounds.
+        """
+        if self._schedule is None:
+            raise ValueError(
+                "warmup_ratio needs the number of rounds: call start(num_rounds=...), or give "
+                "warmup_rounds"
+            )
+        return self._schedule
+
+    def start(
+        self,
+        grid: Grid,
+        initial_arrays: ArrayRecord,
+        num_rounds: int = 3,
+        timeout: float = 3600,
+        train_config: ConfigRecord | None = None,
+        evaluate_config: ConfigRecord | None = None,
+        evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
+    ) -> Result:
+        """Run the federation as Flower's ``Strategy.start`` does."""
+        if self._schedule is None:
+            warmup = round(self._warmup_ratio * num_rounds)
+            self._schedule = FreezeSchedule.warmup(warmup, self._frozen_spec)
+        self.schedule.check(initial_arrays)
+        self.timeout = timeout
+        return super().start(
+            grid, initial_arrays, num_rounds, timeout, train_config, evaluate_config, evaluate_fn
+        )
+
+    def is_frozen(self, server_round: int) -> bool:
+        """Whether some entry is frozen in a round."""
+        return self.schedule.spec(server_round) != "all"
+
+    @property
+    def report(self) -> RoundReport:
+        """What happened to the last round's replies."""
+        inner = self.strategy
+        return inner.report if isinstance(inner, ServerRule) else self._report
+
+    def summary(self) -> None:
+        """Log the stages and the inner strategy."""
+        stages = ", ".join(f"from round {first}: {spec}" for first, spec in self.schedule.stages)
+        log(INFO, "\t├──> Frozen: %s", stages)
+        self.strategy.summary()
+
+    def _enter(self, server_round: int, arrays: ArrayRecord) -> None:
+        """Take up the selection of a round; at a change, fix the block it freezes."""
+        if not self._dtypes:
+            self._dtypes = {name: array.dtype for name, array in to_tensors(arrays).items()}
+        spec = self.schedule.spec(server_round)
+        if spec == self.state.spec and self._selected == spec:
+            return
+        selection = Selection.build(spec, arrays)
+        if spec != self.state.spec:  # else the state was restored
+            _, frozen = selection.split(self._tensors(arrays))
+            self.state = FreezeState(spec, digest(frozen) if frozen else "", frozen)
+            if isinstance(self.strategy, ServerRule):
+                self.strategy.select(selection)
+        self._selected, self._selection = spec, None if selection.is_all else selection
+
+    def _tensors(self, arrays: ArrayRecord) -> Tensors:
+        """Return a model in the dtypes of the start: stock strategies may return fp64."""
+        tensors = to_tensors(arrays).items()
+        return {name: tensor.to(self._dtypes[name]) for name, tensor in tensors}
+
+    # --- down -------------------------------------------------------------------------
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Let the inner strategy address the clients; send active entries only."""
+        self._enter(server_round, arrays)
+        shown, active = self._shown(arrays)
+        messages = self.strategy.configure_train(server_round, shown, config, grid)
+        dressed = self._dress(messages, active, grid)
+        self._report = RoundReport(cohort=len(dressed))
+        return dressed
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Let the inner strategy address the clients; send active entries only."""
+        self._enter(server_round, arrays)
+        shown, active = self._shown(arrays)
+        messages = self.strategy.configure_evaluate(server_round, shown, config, grid)
+        return self._dress(messages, active, grid)
+
+    def _shown(self, arrays: ArrayRecord) -> tuple[ArrayRecord, ArrayRecord]:
+        """Return what the inner strategy sees and what travels."""
+        if self._selection is None:
+            return arrays, arrays
+        active = to_record(self._selection.split(self._tensors(arrays))[0])
+        return (active if isinstance(self.strategy, ServerRule) else arrays), active
+
+    def _dress(self, messages: Iterable[Message], active: ArrayRecord, grid: Grid) -> list[Message]:
+        """Reduce messages to the active entries, named by selection and digest."""
+        dressed = list(messages)
+        stock = not isinstance(self.strategy, ServerRule)
+        self._grid, self._expected, self._sent = grid, layout_of(active, any_float=stock), {}
+        if self._selection is None:
+            return dressed
+        block = to_record(self.state.frozen)
+        for message in dressed:
+            name, _ = first_arrays(message.content)
+            message.content = RecordDict({**message.content, name: active})
+            mark(message, self._selection, self.state.digest, self.value_l2)
+            client = client_of(message, message.metadata.dst_node_id)
+            self._sent[client] = message
+            if client not in self.state.holders:
+                attach_frozen(message, block)
+        return dressed
+
+    # --- up ---------------------------------------------------------------------------
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Let the inner strategy average; return whole models, frozen entries untouched."""
+        stream = in_client_order(self._grid, self._complete(replies))
+        if isinstance(self.strategy, ServerRule):
+            arrays, metrics = self.strategy.aggregate_train(server_round, stream)
+        else:
+            arrays, metrics = self._aggregate_stock(server_round, stream)
+        if arrays is None or self._selection is None:
+            return arrays, metrics
+        active = to_tensors(arrays)
+        if not isinstance(self.strategy, ServerRule):
+            active, _ = self._selection.split(self._tensors(arrays))
+        return to_record(self._selection.merge(active, self.state.frozen)), metrics
+
+    def aggregate_evaluate(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> MetricRecord | None:
+        """Let the inner strategy average the metrics."""
+        return self.strategy.aggregate_evaluate(server_round, list(self._complete(replies)))
+
+    def _aggregate_stock(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Show a stock strategy the usable replies, as whole models."""
+        weight_key = getattr(self.strategy, "weighted_by_key", "num-examples")
+        good = list(accepted(replies, self._expected, weight_key, server_round, self._report))
+        for reply in good:
+            name, record = first_arrays(reply.content)
+            if self._selection is not None:
+                whole = self._selection.merge(to_tensors(record), self.state.frozen)
+                reply.content = RecordDict({**reply.content, name: to_record(whole)})
+        return self.strategy.aggregate_train(server_round, good)
+
+    def _complete(self, replies: Iterable[Message]) -> Iterator[Message]:
+        """Yield replies; send the block to clients that lack it and yield theirs instead."""
+        if self._selection is None:
+            yield from replies
+        elif getattr(self._grid, "ordered", False):
+            for reply in replies:
+                yield from map(self._confirm, self._send_block([reply]))
+        else:
+            yield from map(self._confirm, self._send_block(list(replies)))
+
+    def _send_block(self, replies: list[Message]) -> Iterable[Message]:
+        """Answer every *missing* among the replies; the others come first."""
+        again = []
+        for reply in replies:
+            client = client_of(reply, reply.metadata.src_node_id)
+            if missing_digest(reply) != self.state.digest or client not in self._sent:
+                yield reply
+                continue
+            log(INFO, "client %d lacks the frozen block; it is sent in this round", client)
+            self.state.holders.discard(client)
+            sent = self._sent.pop(client)
+            meta = sent.metadata
+            message = Message(
+                sent.content, meta.dst_node_id, meta.message_type, group_id=meta.group_id
+            )
+            attach_frozen(message, to_record(self.state.frozen))
+            again.append(message)
+        if again and self._grid is not None:
+            yield from self._grid.send_and_receive(again, timeout=self.timeout)
+
+    def _confirm(self, reply: Message) -> Message:
+        """Note that a client which sent arrays has the block."""
+        if reply.has_content() and missing_digest(reply) is None:
+            self.state.holders.add(client_of(reply, reply.metadata.src_node_id))
+        return reply
+
+    # --- state ------------------------------------------------------------------------
+    def state_dict(self) -> dict[str, Any]:
+        """Return the freeze state and, for our own rules, the inner state."""
+        inner = self.strategy.state_dict() if isinstance(self.strategy, ServerRule) else {}
+        return {
+            "spec": self.state.spec,
+            "digest": self.state.digest,
+            "frozen": dict(self.state.frozen),
+            "holders": sorted(self.state.holders),
+            "inner": inner,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over a state returned by :meth:`state_dict`."""
+        self.state = FreezeState(
+            state["spec"], state["digest"], dict(state["frozen"]), set(state["holders"])
+        )
+        if isinstance(self.strategy, ServerRule):
+            self.strategy.load_state_dict(state["inner"])

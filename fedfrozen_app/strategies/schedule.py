@@ -1,0 +1,47 @@
+"""When which entries are frozen."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+from fedfrozen_app.models.selection import Selection
+
+ALL = "all"
+
+
+@dataclass(frozen=True)
+class FreezeSchedule:
+    """Maps a server round to what is frozen in it, in any number of stages.
+
+    Parameters
+    ----------
+    stages : tuple of (int, str)
+        First round of each stage and its selection (a preset or name patterns), rounds
+        rising, the first stage from round 1: ``((1, "all"), (11, "query-key"))``.
+    """
+
+    stages: tuple[tuple[int, str], ...]
+
+    def __post_init__(self) -> None:
+        rounds = [first for first, _ in self.stages]
+        if not rounds or rounds[0] != 1 or sorted(set(rounds)) != rounds:
+            raise ValueError(
+                f"the rounds of a freeze schedule must rise from 1, got {rounds}; for example "
+                '((1, "all"), (11, "query-key"))'
+            )
+
+    @classmethod
+    def warmup(cls, rounds: int, frozen: str) -> Self:
+        """Train everything for ``rounds`` rounds, then freeze (arXiv:2605.06446)."""
+        if rounds < 0:
+            raise ValueError(f"warmup_rounds must be >= 0, got {rounds}; 0 freezes from round 1")
+        return cls(((1, ALL), (rounds + 1, frozen)) if rounds else ((1, frozen),))
+
+    def spec(self, server_round: int) -> str:
+        """Return the selection in force in a round (1, 2, ...)."""
+        return [spec for first, spec in self.stages if first <= max(server_round, 1)][-1]
+
+    def check(self, entries: Mapping[str, Any]) -> None:
+        """Build the selection of every stage, so that a wrong name fails before training."""
+        for _, spec in self.stages:
+            Selection.build(spec, entries)

@@ -1,0 +1,201 @@
+"""What one process needs to train and test: one resident model, one copy of the data."""
+
+from collections.abc import Mapping
+from functools import lru_cache
+
+import torch
+
+from fedfrozen_app.config import RunConfig
+from fedfrozen_app.data.cache import cache_root
+from fedfrozen_app.data.datasets import load_dataset
+from fedfrozen_app.data.images import ImageExamples, Preprocessor
+from fedfrozen_app.data.partition import make_partition
+from fedfrozen_app.models.freeze import freeze_, unfreeze_
+from fedfrozen_app.models.registry import create_model, load_weights, model_spec
+from fedfrozen_app.models.selection import Selection
+from fedfrozen_app.training.hooks import Hook, ValueL2
+from fedfrozen_app.training.local import (
+    LocalResult,
+    LocalTraining,
+    evaluate,
+    resolve_device,
+    train,
+)
+from fedfrozen_app.training.pretrain import base_weights
+from fedfrozen_app.transport.frozen_cache import FrozenCache
+from fedfrozen_app.transport.payload import Payload
+
+TEST_BATCH_SIZE = 256
+NODE_KEYS = ("data-dir", "cache-dir", "device", "threads")  # what a node may set for itself
+
+
+class Worker:
+    """The model, the data and the frozen-block cache of a process.
+
+    Server and clients of the in-process engine share one worker: whoever takes a turn
+    loads what it needs. ``digest`` names the frozen block the model holds, "" if none.
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        torch.set_num_threads(config.resolved_threads)
+        self.config = config
+        self.device = resolve_device(config.device)
+        self.spec = model_spec(config)
+        self.dataset = load_dataset(config)
+        self.partition = make_partition(config, self.dataset)
+        # every use loads a whole state first, so the weights need no initialisation
+        self.model = create_model(config, len(self.dataset.class_names), init=False).to(self.device)
+        self.cache = FrozenCache(cache_root(config) / "frozen")
+        self.settings = LocalTraining.from_config(config)
+        self.digest = ""
+        self._preprocess = self._preprocessor(self.dataset.augment)
+        self._state = self.model.state_dict()
+        self._selections: dict[str, Selection] = {}
+        self._selection = self._selection_of("all")
+
+    def _preprocessor(self, augment: str) -> Preprocessor:
+        return Preprocessor(
+            image_size=self.spec.image_size,
+            mean=self.spec.mean,
+            std=self.spec.std,
+            channels=self.spec.channels,
+            augment=augment,
+            device=self.device,
+        )
+
+    @property
+    def num_clients(self) -> int:
+        """Number of partitions; fewer than the config's where the data has fewer writers."""
+        return len(self.partition.clients)
+
+    # --- model ------------------------------------------------------------------------
+    def initial_weights(self) -> dict[str, torch.Tensor]:
+        """Return the whole state the run starts from, on the CPU.
+
+        It comes from a model of its own: the resident one may have been trained already.
+        """
+        source = self.config.resolved_weights
+        if source == "base":
+            source = str(base_weights(self.config, self.dataset, self.partition))
+        model = create_model(self.config, len(self.dataset.class_names))
+        load_weights(model, source, self.config)
+        return {name: tensor.detach() for name, tensor in model.state_dict().items()}
+
+    def load_whole(self, arrays: Mapping[str, torch.Tensor], digest: str = "") -> None:
+        """Copy a whole state into the model; ``digest`` names its frozen half, if known."""
+        for name, tensor in arrays.items():
+            self._state[name].copy_(tensor)
+        if digest != self.digest:
+            self.digest = ""
+
+    def load(self, payload: Payload) -> None:
+        """Load what a message brought and freeze what it says is frozen.
+
+        Raises
+        ------
+        ValueError
+            If the entries are not those of this model; the model is then unchanged.
+        """
+        selection = self._selection_of(payload.selection)
+        if payload.frozen is None:
+            incoming, own = selection.parts(payload.active), selection.views(self._state)
+        else:
+            incoming, own = selection.merge(payload.active, payload.frozen), self._state
+        _check_layout(incoming, own)
+        for name, tensor in incoming.items():
+            own[name].copy_(tensor)
+        self.digest = payload.digest
+        self._select(selection)
+
+    def _selection_of(self, spec: str) -> Selection:
+        if spec not in self._selections:
+            self._selections[spec] = Selection.build(spec, self._state)
+        return self._selections[spec]
+
+    def _select(self, selection: Selection) -> None:
+        if selection == self._selection:
+            return
+        unfreeze_(self.model)
+        if not selection.is_all:
+            freeze_(self.model, selection)
+        self._selection = selection
+        self._state = self.model.state_dict()
+
+    def active(self) -> dict[str, torch.Tensor]:
+        """Return a copy of the active entries, on the CPU."""
+        half = self._state if self._selection.is_all else self._selection.split(self._state)[0]
+        return {name: tensor.detach().to("cpu", copy=True) for name, tensor in half.items()}
+
+    # --- training and testing ---------------------------------------------------------
+    def train(self, partition_id: int, server_round: int, value_l2: float = 0.0) -> LocalResult:
+        """Train the loaded model on one client's data.
+
+        Raises
+        ------
+        ValueError
+            If there is no such partition.
+        """
+        if not 0 <= partition_id < len(self.partition.clients):
+            raise ValueError(
+                f"partition-id {partition_id} is not one of the {len(self.partition.clients)} "
+                "partitions; num-clients and the nodes' partition ids must agree"
+            )
+        split = self.dataset.train
+        indices = torch.from_numpy(self.partition.clients[partition_id])
+        examples = ImageExamples(split.images, split.labels, indices, self._preprocess)
+        hooks: list[Hook] = (
+            [ValueL2(value_l2, self._state, self._selection)] if value_l2 > 0 else []
+        )
+        return train(
+            self.model,
+            examples,
+            self.settings,
+            seed=self.config.seed,
+            server_round=server_round,
+            partition_id=partition_id,
+            hooks=hooks,
+        )
+
+    def test(self) -> tuple[float, float]:
+        """Return mean loss and accuracy of the loaded model on the global test set."""
+        split = self.dataset.test
+        indices = torch.from_numpy(self.partition.test)
+        examples = ImageExamples(split.images, split.labels, indices, self._preprocessor("none"))
+        return evaluate(
+            self.model, examples, batch_size=TEST_BATCH_SIZE, precision=self.config.precision
+        )
+
+
+def _check_layout(incoming: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]) -> None:
+    if incoming.keys() != own.keys():
+        differ = sorted(incoming.keys() ^ own.keys())
+        raise ValueError(
+            f"the message's entries are not this model's, {len(differ)} differ, first "
+            f"{differ[:3]}; server and clients must use the same model and image-size"
+        )
+    for name, tensor in incoming.items():
+        if tensor.shape != own[name].shape:
+            raise ValueError(
+                f"{name} is {list(tensor.shape)} in the message and {list(own[name].shape)} in "
+                "this model; server and clients must use the same model and image-size"
+            )
+
+
+@lru_cache(maxsize=1)
+def resident(config: RunConfig) -> Worker:
+    """Return this process's worker for a config; the one before is let go of."""
+    return Worker(config)
+
+
+def client_config(run_config: Mapping[str, object], node_config: Mapping[str, object]) -> RunConfig:
+    """Return the config of a client: the run's, with what the node says of itself.
+
+    A node may set ``data-dir``, ``cache-dir``, ``device`` and ``threads``.
+    """
+    own = {key: node_config[key] for key in NODE_KEYS if key in node_config}
+    return _config(tuple({**run_config, **own}.items()))
+
+
+@lru_cache(maxsize=4)
+def _config(items: tuple[tuple[str, object], ...]) -> RunConfig:
+    return RunConfig.from_mapping(dict(items))

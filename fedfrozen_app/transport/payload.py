@@ -1,0 +1,169 @@
+"""What the messages of a federation carry, and the frozen-block protocol.
+
+After the freeze a message to a client carries the active entries, the name of the
+selection and the digest of the frozen block; the block itself only to a client that has
+not confirmed it yet. A client without the block answers *missing* and is sent it in the
+same round. Replies carry active entries only.
+
+Down: ``{"arrays": active, "frozen": block?, "config": {server-round, partition-id, ...}}``
+Up: ``{"arrays": active, "metrics": {num-examples, ...}, "reply": {partition-id, ...}}``
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+
+from fedfrozen_app.models.selection import Selection
+from fedfrozen_app.transport.arrays import to_record, to_tensors
+from fedfrozen_app.transport.frozen_cache import FrozenCache, digest
+
+ARRAYS, FROZEN, CONFIG, METRICS, REPLY = "arrays", "frozen", "config", "metrics", "reply"
+# keys of the config record of a message to a client
+SERVER_ROUND, PARTITION_ID = "server-round", "partition-id"
+SELECTION, DIGEST, VALUE_L2 = "fedfrozen.selection", "fedfrozen.digest", "fedfrozen.value-l2"
+# key of the reply record of a client that lacks the frozen block
+MISSING = "fedfrozen.missing"
+NUM_EXAMPLES = "num-examples"
+
+
+class MissingFrozenBlock(LookupError):
+    """The client does not have the frozen block the message names; it asks for it."""
+
+
+@dataclass(frozen=True)
+class Payload:
+    """A message to a client, understood: what to load and what to train.
+
+    ``frozen`` is None where nothing is frozen or the block is loaded already.
+    """
+
+    active: dict[str, torch.Tensor]
+    frozen: dict[str, torch.Tensor] | None
+    selection: str
+    digest: str
+    config: ConfigRecord
+
+
+def mark(message: Message, selection: Selection, key: str, value_l2: float = 0.0) -> None:
+    """Write the selection and the digest of the frozen block into a message's config."""
+    config = ConfigRecord(dict(first_config(message)))
+    config[SELECTION], config[DIGEST] = selection.spec, key
+    if value_l2 > 0:
+        config[VALUE_L2] = value_l2
+    name = next(iter(message.content.config_records), CONFIG)
+    message.content = RecordDict({**message.content, name: config})
+
+
+def attach_frozen(message: Message, block: ArrayRecord) -> None:
+    """Add the frozen block to a message."""
+    message.content = RecordDict({**message.content, FROZEN: block})
+
+
+def first_config(message: Message) -> ConfigRecord:
+    """Return the config record of a message, empty if it has none."""
+    return next(iter(message.content.config_records.values()), ConfigRecord())
+
+
+def first_arrays(content: RecordDict) -> tuple[str, ArrayRecord]:
+    """Return name and value of the array record that is not the frozen block.
+
+    Raises
+    ------
+    ValueError
+        If there is not exactly one.
+    """
+    found = [(name, value) for name, value in content.array_records.items() if name != FROZEN]
+    if len(found) != 1:
+        raise ValueError(f"a message carries one array record, got {[name for name, _ in found]}")
+    return found[0]
+
+
+def open_payload(message: Message, cache: FrozenCache, loaded: str = "") -> Payload:
+    """Read a message to a client; find the frozen block it names.
+
+    Parameters
+    ----------
+    message : Message
+        From the server.
+    cache : FrozenCache
+        Where blocks are kept; a block that comes with the message is verified and stored.
+    loaded : str
+        Digest of the block the caller's model holds already.
+
+    Raises
+    ------
+    MissingFrozenBlock
+        If the block is neither loaded, nor in the message, nor in the cache.
+    ValueError
+        If the block in the message does not have the digest the message names.
+    """
+    config = first_config(message)
+    _, record = first_arrays(message.content)
+    active, key = to_tensors(record), str(config.get(DIGEST, ""))
+    selection = str(config.get(SELECTION, "all"))
+    if not key or key == loaded:
+        return Payload(active, None, selection, key, config)
+    if FROZEN in message.content.array_records:
+        frozen = to_tensors(message.content.array_records[FROZEN])
+        if (actual := digest(frozen)) != key:
+            raise ValueError(f"frozen block has digest {actual}, the message names {key}")
+        cache.put(key, frozen)
+    elif (cached := cache.get(key)) is not None:
+        frozen = cached
+    else:
+        raise MissingFrozenBlock(key)
+    return Payload(active, frozen, selection, key, config)
+
+
+def missing_reply(message: Message, key: str) -> Message:
+    """Return the reply of a client that lacks the frozen block ``key``."""
+    reply = _reply_record(message)
+    reply[MISSING] = key
+    return Message(RecordDict({REPLY: reply}), reply_to=message)
+
+
+def train_reply(
+    message: Message,
+    arrays: Mapping[str, torch.Tensor],
+    metrics: Mapping[str, int | float],
+) -> Message:
+    """Return the reply to a train message; ``arrays`` are shared, not copied."""
+    content = RecordDict(
+        {
+            ARRAYS: to_record(arrays),
+            METRICS: MetricRecord(dict(metrics)),
+            REPLY: _reply_record(message),
+        }
+    )
+    return Message(content, reply_to=message)
+
+
+def _reply_record(message: Message) -> ConfigRecord:
+    """Return who replies to which round; a node's own word, independent of node ids."""
+    config = first_config(message)
+    record = ConfigRecord()
+    for key in (SERVER_ROUND, PARTITION_ID):
+        if isinstance(value := config.get(key), int):
+            record[key] = value
+    return record
+
+
+def missing_digest(reply: Message) -> str | None:
+    """Return the digest a reply asks for, or None if it asks for none."""
+    if not reply.has_content() or REPLY not in reply.content.config_records:
+        return None
+    value = reply.content.config_records[REPLY].get(MISSING)
+    return value if isinstance(value, str) else None
+
+
+def client_of(message: Message, default: int) -> int:
+    """Return the partition a message or reply belongs to, ``default`` if it does not say."""
+    if not message.has_content():
+        return default
+    records = message.content.config_records
+    for name in (REPLY, *records):
+        if name in records and isinstance(value := records[name].get(PARTITION_ID), int):
+            return value
+    return default

@@ -1,0 +1,260 @@
+"""The whole app on the bundled digits, in this process: the laws hold for real models."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import timm
+import torch
+
+from fedfrozen_app.config import ConfigError, RunConfig
+from fedfrozen_app.engine.local_grid import LocalGrid
+from fedfrozen_app.engine.rounds import run_federation
+from fedfrozen_app.models.selection import Selection
+from fedfrozen_app.runs.store import RoundMetrics, RunFolder
+from fedfrozen_app.strategies import QuorumError
+from fedfrozen_app.training.worker import resident
+
+SMALL: dict[str, Any] = {
+    "num-clients": 3,
+    "rounds": 3,
+    "local-epochs": 1,
+    "max-train-examples": 251,
+    "max-test-examples": 97,
+    "weights": "none",
+    "public-fraction": 0.0,
+    "weight-decay": 0.05,
+    "momentum": 0.9,
+    "lr": 0.05,
+    "threads": 1,
+}
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tmp_path_factory.mktemp("cache"))
+
+
+class Run:
+    """A finished run and what it left."""
+
+    def __init__(self, root: Path, cache: str, **keys: Any) -> None:
+        values = {**SMALL, "run-dir": str(root), "cache-dir": cache}
+        values.update({key.replace("_", "-"): value for key, value in keys.items()})
+        self.config = RunConfig.from_mapping(values)
+        self.reported: list[RoundMetrics] = []
+        grid = LocalGrid(
+            "fedfrozen_app.client_app:app",
+            resident(self.config).num_clients,
+            self.config.to_mapping(),
+            jobs=self.config.jobs,
+        )
+        with grid:
+            self.folder = run_federation(self.config, grid, self.reported.append)
+        self.model = safetensors.torch.load_file(self.folder.path / "model.safetensors")
+        self.metrics = self.folder.metrics()
+
+    def comparable(self) -> list[dict[str, Any]]:
+        """The metrics without what a clock measures."""
+        return [
+            {k: v for k, v in vars(line).items() if not k.startswith("seconds")}
+            for line in self.metrics
+        ]
+
+
+def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[k], other[k]) for k in one)
+
+
+def frozen_half(run: Run) -> dict[str, torch.Tensor]:
+    return Selection.build("query-key", run.model).split(run.model)[1]
+
+
+def test_a_warmup_as_long_as_the_run_equals_fedavg_bit_for_bit(tmp_path: Path, cache: str) -> None:
+    plain = Run(tmp_path, cache, strategy="fedavg")
+    ours = Run(tmp_path, cache, strategy="fedfrozen", warmup_rounds=3)
+    assert equal(ours.model, plain.model)
+    drop = ("strategy",)
+    assert [{k: v for k, v in line.items() if k not in drop} for line in ours.comparable()] == [
+        {k: v for k, v in line.items() if k not in drop} for line in plain.comparable()
+    ]
+
+
+def test_without_a_warmup_no_query_or_key_row_moves(tmp_path: Path, cache: str) -> None:
+    run = Run(tmp_path, cache, warmup_rounds=0)
+    start = resident(run.config).initial_weights()
+    selection = Selection.build("query-key", start)
+    assert equal(frozen_half(run), selection.split(start)[1])
+    active = selection.split(run.model)[0]
+    before = selection.split(start)[0]
+    assert all(not torch.equal(active[name], before[name]) for name in active)
+
+
+def test_frozen_rows_keep_the_bits_of_the_freeze_with_momentum_and_decay(
+    tmp_path: Path, cache: str
+) -> None:
+    # a run that stops at the freeze ends with the kernel that the longer one freezes
+    at_freeze = Run(tmp_path, cache, rounds=1, warmup_rounds=1, frozen="query-key")
+    after = Run(tmp_path, cache, rounds=3, warmup_rounds=1)
+    assert equal(frozen_half(after), frozen_half(at_freeze))
+    worker = resident(after.config)
+    on_client = worker.model.state_dict()
+    assert equal(Selection.build("query-key", on_client).split(on_client)[1], frozen_half(after))
+
+
+def test_the_final_model_loads_into_plain_timm(tmp_path: Path, cache: str) -> None:
+    run = Run(tmp_path, cache, model="vit_tiny_patch16_224", image_size=32, local_steps=1, rounds=2)
+    model = timm.create_model("vit_tiny_patch16_224", img_size=32, num_classes=10)
+    model.load_state_dict(run.model, strict=True)
+    assert list(run.model) == sorted(run.model) or set(run.model) == set(model.state_dict())
+
+
+def test_the_same_seed_gives_the_same_run_and_another_does_not(tmp_path: Path, cache: str) -> None:
+    one, same = (Run(tmp_path, cache, run_name=name) for name in ("one", "same"))
+    other = Run(tmp_path, cache, run_name="other", seed=2)
+    assert equal(one.model, same.model)
+    assert one.comparable() == same.comparable()
+    assert not equal(one.model, other.model)
+
+
+def test_clients_in_worker_processes_give_the_same_run(tmp_path: Path, cache: str) -> None:
+    one = Run(tmp_path, cache, fraction_train=0.7)
+    two = Run(tmp_path, cache, fraction_train=0.7, jobs=2)
+    assert equal(one.model, two.model)
+    assert one.comparable() == two.comparable()
+
+
+def test_the_run_folder_holds_what_a_report_needs(tmp_path: Path, cache: str) -> None:
+    run = Run(tmp_path, cache, warmup_rounds=1)
+    assert sorted(path.name for path in run.folder.path.iterdir()) == [
+        "config.json",
+        "metrics.jsonl",
+        "model.safetensors",
+        "partition.json",
+    ]
+    assert run.metrics == run.reported
+    assert [line.round for line in run.metrics] == [0, 1, 2, 3]
+    assert [line.phase for line in run.metrics] == ["start", "warmup", "frozen", "frozen"]
+    assert {(line.clients, line.num_examples, line.dropped) for line in run.metrics[1:]} == {
+        (3, 251, 0)
+    }
+    written = json.loads((run.folder.path / "config.json").read_text())
+    assert RunConfig.from_mapping(written["config"]) == run.config
+    assert written["resolved"]["warmup-rounds"] == 1
+    assert written["versions"]["flwr"].startswith("1.42")
+    assert sum(json.loads((run.folder.path / "partition.json").read_text())["sizes"]) == 251
+
+
+def test_the_bytes_of_a_run_follow_from_the_shapes(tmp_path: Path, cache: str) -> None:
+    run = Run(tmp_path, cache, warmup_rounds=1)
+    whole = sum(tensor.numel() * 4 for tensor in run.model.values())
+    frozen = sum(tensor.numel() * 4 for tensor in frozen_half(run).values())
+    # 4 blocks, 64 wide: 2 * 64 * 64 weights and 2 * 64 biases each
+    assert frozen == 4 * 4 * (2 * 64 * 64 + 2 * 64)
+    assert [line.bytes_up for line in run.metrics] == [
+        0,
+        3 * whole,
+        3 * (whole - frozen),
+        3 * (whole - frozen),
+    ]
+    assert [line.bytes_down for line in run.metrics] == [
+        0,
+        3 * whole,
+        3 * whole,
+        3 * (whole - frozen),
+    ]
+    assert all(line.wire_bytes_up > line.bytes_up for line in run.metrics[1:])
+
+
+@pytest.mark.parametrize("every", [0, 2])
+def test_the_central_test_runs_when_due_and_always_at_both_ends(
+    tmp_path: Path, cache: str, every: int
+) -> None:
+    run = Run(tmp_path, cache, eval_every=every, local_steps=1)
+    tested = [line.round for line in run.metrics if line.test_accuracy is not None]
+    assert tested == ([0, 3] if every == 0 else [0, 2, 3])
+
+
+def test_value_l2_shrinks_the_value_rows_and_nothing_else_directly(
+    tmp_path: Path, cache: str
+) -> None:
+    keys: dict[str, Any] = {"warmup_rounds": 0, "weight_decay": 0.0, "local_steps": 2, "rounds": 1}
+    plain = Run(tmp_path, cache, **keys)
+    penalised = Run(tmp_path, cache, value_l2=5.0, **keys)
+    value = slice(128, 192)
+    name = "blocks.0.attn.qkv.weight"
+    assert penalised.model[name][value].norm() < 0.9 * plain.model[name][value].norm()
+    assert torch.equal(penalised.model[name][:128], plain.model[name][:128])
+
+
+def test_a_natural_partition_may_have_fewer_clients_than_asked_for(
+    tmp_path: Path, cache: str, shared: Path
+) -> None:
+    run = Run(
+        tmp_path,
+        cache,
+        dataset="femnist",
+        data_dir=str(shared / "data" / "femnist"),
+        partitioner="natural",
+        model="vit-digits",
+        num_clients=120,
+        max_train_examples=0,
+        max_test_examples=200,
+        fraction_train=0.03,
+        local_steps=1,
+        rounds=1,
+    )
+    assert resident(run.config).num_clients == 105
+    assert run.metrics[1].clients == 3
+
+
+# --- failures ---------------------------------------------------------------------------
+def test_a_run_below_the_quorum_stops_with_everything_saved(
+    tmp_path: Path, cache: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fedfrozen_app.training import worker as module
+
+    real = module.Worker.train
+
+    def fails_in_round_two(self: Any, partition_id: int, server_round: int, *rest: Any) -> Any:
+        if server_round == 2 and partition_id != 0:
+            raise RuntimeError("no power")
+        return real(self, partition_id, server_round, *rest)
+
+    monkeypatch.setattr(module.Worker, "train", fails_in_round_two)
+    with pytest.raises(QuorumError, match="round 2: 1 of 3.*no power"):
+        Run(tmp_path, cache, run_name="broken", warmup_rounds=2)
+    folder = RunFolder(tmp_path / "broken")
+    assert [line.round for line in folder.metrics()] == [0, 1]
+    saved = safetensors.torch.load_file(folder.path / "model.safetensors")
+    monkeypatch.undo()
+    whole = Run(tmp_path, cache, rounds=1, warmup_rounds=1, frozen="query-key")
+    assert equal(saved, whole.model)
+
+
+def test_an_existing_run_is_never_overwritten(tmp_path: Path, cache: str) -> None:
+    keys: dict[str, Any] = {"rounds": 1, "local_steps": 1, "warmup_rounds": 1, "eval_every": 0}
+    first = Run(tmp_path, cache, run_name="mine", **keys)
+    with pytest.raises(ConfigError, match=r"run-name='mine'.*exists.*choose another run-name"):
+        Run(tmp_path, cache, run_name="mine", **keys)
+    assert len(first.folder.metrics()) == 2
+    names = [Run(tmp_path, cache, **keys).folder.path.name for _ in range(2)]
+    assert names == ["digits-fedfrozen-seed1", "digits-fedfrozen-seed1-2"]
+
+
+def test_a_run_dir_that_cannot_be_made_is_an_error_before_training(
+    tmp_path: Path, cache: str
+) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="run-dir=.*cannot be written"):
+        Run(tmp_path / "file" / "runs", cache)
+
+
+def test_a_frozen_pattern_that_matches_nothing_is_an_error_before_training(
+    tmp_path: Path, cache: str
+) -> None:
+    with pytest.raises(ValueError, match="blocks.9"):
+        Run(tmp_path, cache, frozen="blocks.9.*", warmup_rounds=2)
+    assert not list(tmp_path.glob("*/metrics.jsonl"))

@@ -1,0 +1,106 @@
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
+
+from fedfrozen_app.strategies import FedAvg, FedFrozen
+from fedfrozen_app.strategies.base import in_client_order, is_finite, layout_of, refusal
+from fedfrozen_app.transport.arrays import to_record
+from fedfrozen_app.transport.payload import missing_reply, train_reply
+from tests.strategies.federation import Federation, initial
+
+
+def reply_of(root: Path, client: int = 1, **metrics: Any) -> Message:
+    """A good reply of round 4, with some metrics changed; None takes one away."""
+    federation = Federation(root)
+    messages = FedAvg().configure_train(4, to_record(initial()), ConfigRecord(), federation.grid)
+    (message,) = [one for one in messages if one.content["config"]["partition-id"] == client]
+    values = {"num-examples": 7, "train_loss": 0.5, **metrics}
+    return train_reply(message, initial(), {k: v for k, v in values.items() if v is not None})
+
+
+def reason(reply: Message, server_round: int = 4) -> str | None:
+    return refusal(reply, layout_of(to_record(initial())), "num-examples", server_round)
+
+
+def test_a_good_reply_is_accepted(tmp_path: Path) -> None:
+    assert reason(reply_of(tmp_path)) is None
+
+
+@pytest.mark.parametrize(
+    ("weight", "words"),
+    [
+        (0, "no training examples"),
+        (-3, "must be a finite number >= 0, got -3"),
+        (float("nan"), "must be a finite number >= 0, got nan"),
+        (float("inf"), "must be a finite number >= 0, got inf"),
+        ([1, 2], "must be a finite number >= 0, got [1, 2]"),
+        (None, "metric 'num-examples' is missing"),
+    ],
+)
+def test_a_weight_that_is_none_is_refused(tmp_path: Path, weight: Any, words: str) -> None:
+    assert words in (reason(reply_of(tmp_path, **{"num-examples": weight})) or "")
+
+
+def test_a_late_reply_of_another_round_is_refused(tmp_path: Path) -> None:
+    assert reason(reply_of(tmp_path), server_round=5) == "reply of round 4 came in round 5"
+
+
+def test_a_second_array_or_metric_record_is_refused(tmp_path: Path) -> None:
+    more = reply_of(tmp_path)
+    more.content["more"] = to_record(initial())
+    assert reason(more) == "expected one array and one metric record, got 2 and 1"
+    metrics = reply_of(tmp_path)
+    metrics.content["more"] = MetricRecord({"x": 1})
+    assert reason(metrics) == "expected one array and one metric record, got 1 and 2"
+
+
+def test_arrays_that_lie_about_their_shape_or_cannot_be_read_are_refused(tmp_path: Path) -> None:
+    reply = reply_of(tmp_path)
+    record = reply.content["arrays"]
+    good = record["head.bias"]
+    from flwr.app import Array
+
+    record["head.bias"] = Array("float32", (5,), "numpy.ndarray", Array(torch.zeros(7)).data)
+    assert reason(reply) == "head.bias holds [7], but says [5]"
+    record["head.bias"] = Array("float32", (5,), "numpy.ndarray", good.data[:-3])
+    assert "arrays cannot be read" in (reason(reply) or "")
+    record["head.bias"] = Array("float32", (5,), "pickle", good.data)
+    assert "arrays cannot be read" in (reason(reply) or "")
+
+
+def test_large_finite_values_are_finite_although_their_sum_is_not() -> None:
+    assert is_finite(torch.full((7,), 3e38))
+    assert not is_finite(torch.tensor([1.0, float("nan"), 2.0]))
+    assert not is_finite(torch.tensor([3e38, float("-inf")]))
+    assert is_finite(torch.tensor([1, 2])) and is_finite(torch.zeros(0))
+
+
+def test_replies_of_an_unordered_grid_are_sorted_by_client(tmp_path: Path) -> None:
+    replies = [reply_of(tmp_path, client) for client in (2, 0, 1)]
+    said = [reply.content["reply"]["partition-id"] for reply in in_client_order(None, replies)]
+    assert said == [0, 1, 2]
+    grid = Federation(tmp_path).grid
+    assert in_client_order(grid, replies) is replies
+
+
+def test_whoever_asks_for_another_block_than_the_one_in_force_gets_none(tmp_path: Path) -> None:
+    federation = Federation(tmp_path)
+    strategy = FedFrozen(warmup_rounds=0)
+    messages = list(
+        strategy.configure_train(1, to_record(initial()), ConfigRecord(), federation.grid)
+    )
+    federation.grid.take()
+    asking = [missing_reply(message, "0" * 64) for message in messages]
+    arrays, _ = strategy.aggregate_train(1, asking)
+    assert arrays is None
+    assert federation.grid.take().bytes_down == 0
+    assert strategy.report.refused == [f"client {c}: lacks the frozen block" for c in range(3)]
+
+
+def test_a_reply_without_anything_is_refused(tmp_path: Path) -> None:
+    reply = reply_of(tmp_path)
+    reply.content = RecordDict()
+    assert reason(reply) == "expected one array and one metric record, got 0 and 0"

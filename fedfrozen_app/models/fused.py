@@ -58,7 +58,7 @@ class _Assemble(torch.autograd.Function):
         return None, None, None, *(s if n else None for s, n in zip(slices, needed, strict=True))
 
 
-class _PartialLinear(torch.autograd.Function):
+class PartialLinear(torch.autograd.Function):
     """``F.linear`` (or ``addmm``) whose weight gradient exists for the active rows only."""
 
     @staticmethod
@@ -88,6 +88,7 @@ class _PartialLinear(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of x, the bias where it trains whole, and the active slices."""
         x, weight = ctx.saved_tensors
         grad = grad.reshape(-1, grad.shape[-1])
         grad_x = grad_bias = None
@@ -201,7 +202,7 @@ class _SlicedGemms(TorchFunctionMode):
     def apply(self, x: Tensor, weight: _Piece, bias: Tensor | None, *, by_column: bool) -> Tensor:
         found = None if bias is None else self.find(bias, 0)
         values, ranges, active = found or (bias, (), ())
-        out: Tensor = _PartialLinear.apply(
+        out: Tensor = PartialLinear.apply(
             x, weight.values, values, by_column, weight.ranges, ranges, *weight.active, *active
         )
         return out

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from typing import Any, Self, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from fedfrozen_app.models.fused import Fused
+from fedfrozen_app.models.fused import Fused, PartialLinear
 from fedfrozen_app.models.patterns import Ranges
 from fedfrozen_app.models.selection import Entry
 
@@ -41,20 +42,39 @@ class PartlyFrozen(nn.Module):
 
     def _fused(self, name: str) -> Tensor:
         """Return what library code gets for ``module.weight``."""
-        full, tie = self._tied(name), self._ties[name]
-        active = tuple(cast(Tensor, self._parameters[key]) for key in tie.keys)
+        full, ranges, active = self._piece(name)
+        whole = cast(Tensor, full)
         if torch.is_grad_enabled() and any(part.requires_grad for part in active):
-            return Fused.of(full, tie.dim, tie.ranges, active)
-        return full
+            return Fused.of(whole, self._ties[name].dim, ranges, active)
+        return whole
+
+    def _linear(self, input: Tensor) -> Tensor:
+        """``nn.Linear.forward``, straight to the GEMM that skips the frozen rows' gradient."""
+        weight, weight_ranges, weight_active = self._piece("weight")
+        bias, bias_ranges, bias_active = self._piece("bias")
+        if not torch.is_grad_enabled():
+            return F.linear(input, cast(Tensor, weight), bias)
+        out: Tensor = PartialLinear.apply(
+            input, weight, bias, False, weight_ranges, bias_ranges, *weight_active, *bias_active
+        )
+        return out
+
+    def _piece(self, name: str) -> tuple[Tensor | None, Ranges, tuple[Tensor, ...]]:
+        """Return a tensor with its trained ranges and slices, none if it is not partly frozen."""
+        if name not in self._ties:
+            return self._parameters[name], (), ()
+        full, tie = self._tied(name), self._ties[name]
+        return full, tie.ranges, tuple(cast(Tensor, self._parameters[key]) for key in tie.keys)
 
     def _tied(self, name: str) -> Tensor:
         """Return the whole tensor after tying its active slices to it again where needed."""
         full, tie = cast(Tensor, self._buffers[name]), self._ties[name]
+        address, step = full.data_ptr(), full.stride(tie.dim) * full.element_size()
         for key, (start, stop) in zip(tie.keys, tie.ranges, strict=True):
             part = cast(Tensor, self._parameters[key])
-            view = full.detach().narrow(tie.dim, start, stop - start)
-            if part.data_ptr() == view.data_ptr() and part.dtype == view.dtype:
+            if part.data_ptr() == address + start * step and part.dtype == full.dtype:
                 continue
+            view = full.detach().narrow(tie.dim, start, stop - start)
             # A parameter off the old memory was assigned, so it is newer than the buffer.
             if part.untyped_storage().data_ptr() != tie.storage:
                 _check_shape(name, part, view)
@@ -143,7 +163,9 @@ def _partly_frozen_class(base: type[nn.Module], names: tuple[str, ...]) -> type[
     def reader(name: str) -> property:
         return property(lambda self: self._fused(name))
 
-    namespace = {name: reader(name) for name in names}
+    namespace: dict[str, Any] = {name: reader(name) for name in names}
+    if base.forward is nn.Linear.forward and "weight" in names:
+        namespace["forward"] = PartlyFrozen._linear
     cls = type(f"PartlyFrozen{base.__name__}", (PartlyFrozen, base), namespace)
     return _CLASSES.setdefault((base, names), cls)
 

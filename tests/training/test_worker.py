@@ -1,0 +1,134 @@
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from flwr.app import ConfigRecord
+
+from fedfrozen_app.config import RunConfig
+from fedfrozen_app.models.selection import Selection
+from fedfrozen_app.training.worker import Worker, client_config, resident
+from fedfrozen_app.transport.payload import Payload
+
+QKV = "blocks.2.attn.qkv.weight"
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
+    return RunConfig.from_mapping(
+        {
+            "weights": "none",
+            "public-fraction": 0.0,
+            "max-train-examples": 101,
+            "max-test-examples": 53,
+            "num-clients": 3,
+            "local-epochs": 1,
+            "cache-dir": str(tmp_path_factory.mktemp("cache")),
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def worker(config: RunConfig) -> Worker:
+    return Worker(config)
+
+
+@pytest.fixture(scope="module")
+def start(worker: Worker) -> dict[str, torch.Tensor]:
+    return worker.initial_weights()
+
+
+def payload(
+    arrays: dict[str, torch.Tensor], frozen: str = "all", *, with_block: bool = True, key: str = "k"
+) -> Payload:
+    if frozen == "all":
+        return Payload(arrays, None, "all", "", ConfigRecord())
+    active, block = Selection.build(frozen, arrays).split(arrays)
+    return Payload(active, block if with_block else None, frozen, key, ConfigRecord())
+
+
+def state(worker: Worker) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in worker.model.state_dict().items()}
+
+
+def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[k], other[k]) for k in one)
+
+
+def test_the_initial_weights_are_those_of_the_seed_however_much_was_trained(
+    worker: Worker, start: dict[str, torch.Tensor]
+) -> None:
+    worker.load(payload(start))
+    worker.train(0, 1)
+    assert not equal(state(worker), start)
+    assert equal(worker.initial_weights(), start)
+
+
+@pytest.mark.parametrize("frozen", ["query-key", "value-head", "head", "*.qkv.*[key]", "fc_norm.*"])
+def test_a_loaded_block_stays_while_active_entries_follow(
+    worker: Worker, start: dict[str, torch.Tensor], frozen: str
+) -> None:
+    selection = Selection.build(frozen, start)
+    worker.load(payload(start, frozen))
+    assert equal(state(worker), start)
+    later = {name: tensor + 1 for name, tensor in start.items()}
+    worker.load(payload(later, frozen, with_block=False))
+    expected = selection.merge(selection.split(later)[0], selection.split(start)[1])
+    assert equal(state(worker), expected)
+    assert equal(worker.active(), selection.split(later)[0])
+    worker.load(payload(start))
+    assert equal(state(worker), start) and worker.digest == ""
+
+
+def test_what_a_client_sends_is_a_copy(worker: Worker, start: dict[str, torch.Tensor]) -> None:
+    worker.load(payload(start))
+    sent = worker.active()
+    worker.train(1, 1)
+    assert equal(sent, start)
+
+
+@pytest.mark.parametrize("frozen", ["all", "query-key"])
+def test_entries_of_another_model_are_refused_and_change_nothing(
+    worker: Worker, start: dict[str, torch.Tensor], frozen: str
+) -> None:
+    worker.load(payload(start, frozen))
+    good = payload({name: tensor + 1 for name, tensor in start.items()}, frozen, with_block=False)
+    wrong: dict[str, Any] = {
+        "lacks": {k: v for k, v in good.active.items() if k != "head.bias"},
+        "other shape": {**good.active, "head.bias": torch.zeros(11)},
+        "unknown": {**good.active, "extra": torch.zeros(1)},
+    }
+    for arrays in wrong.values():
+        bad = Payload(arrays, None, good.selection, good.digest, good.config)
+        with pytest.raises(ValueError, match="head.bias|extra"):
+            worker.load(bad)
+        assert equal(state(worker), start)
+
+
+def test_testing_the_whole_model_forgets_a_block_it_overwrites(
+    worker: Worker, start: dict[str, torch.Tensor]
+) -> None:
+    worker.load(payload(start, "query-key", key="one"))
+    worker.load_whole(start, digest="one")
+    assert worker.digest == "one"
+    worker.load_whole({name: tensor + 1 for name, tensor in start.items()}, digest="other")
+    assert worker.digest == ""
+
+
+def test_a_partition_that_does_not_exist_is_named(worker: Worker) -> None:
+    with pytest.raises(ValueError, match="partition-id 3 is not one of the 3 partitions"):
+        worker.train(3, 1)
+
+
+def test_a_node_may_say_where_its_data_and_device_are(config: RunConfig, tmp_path: Path) -> None:
+    node = {"partition-id": 2, "num-partitions": 3, "cache-dir": str(tmp_path), "threads": 1}
+    own = client_config(config.to_mapping(), node)
+    assert (own.cache_dir, own.threads) == (str(tmp_path), 1)
+    assert client_config(config.to_mapping(), {"partition-id": 2}) == config
+
+
+def test_a_process_keeps_one_worker(config: RunConfig) -> None:
+    one = resident(config)
+    assert resident(RunConfig.from_mapping(config.to_mapping())) is one
+    other = resident(config.model_copy(update={"seed": 7}))
+    assert other is not one and resident(config) is not one

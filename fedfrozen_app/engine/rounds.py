@@ -95,7 +95,7 @@ class Federation:
         every, last = self.config.eval_every, self.config.rounds
         if server_round not in (0, last) and (every == 0 or server_round % every):
             return None, None
-        self.worker.load_whole(to_tensors(arrays), self.strategy.state.digest)
+        self.worker.load_whole(to_tensors(arrays), self.strategy.digest)
         return self.worker.test()
 
     def _phase(self, server_round: int) -> str:

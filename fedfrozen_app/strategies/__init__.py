@@ -1,8 +1,9 @@
 """Federated rules that speak Flower's message API."""
 
-from fedfrozen_app.strategies.base import QuorumError, RoundReport, ServerRule, Update
+from fedfrozen_app.strategies.base import ServerRule, Update
 from fedfrozen_app.strategies.fedavg import FedAvg
 from fedfrozen_app.strategies.fedfrozen import FedFrozen
+from fedfrozen_app.strategies.replies import QuorumError, RoundReport
 from fedfrozen_app.strategies.schedule import FreezeSchedule
 
 __all__ = [

@@ -6,30 +6,27 @@ go of once it is added up, so memory does not grow with the number of clients. E
 works on the entries it is given, whole models or the active half of one.
 """
 
-import math
-import re
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
-from logging import INFO, WARNING
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from logging import INFO
 from typing import Any
 
 import torch
-from flwr.app import (
-    Array,
-    ArrayRecord,
-    ConfigRecord,
-    Message,
-    MessageType,
-    MetricRecord,
-    RecordDict,
-)
+from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 from flwr.supercore import log
 
 from fedfrozen_app.models.selection import Selection
+from fedfrozen_app.strategies.replies import (
+    Layout,
+    RoundReport,
+    accepted,
+    check_quorum,
+    in_client_order,
+    layout_of,
+)
 from fedfrozen_app.strategies.sampling import Members, nodes_in_order, sample_cohort
 from fedfrozen_app.transport.arrays import to_record, to_tensors
 from fedfrozen_app.transport.payload import (
@@ -37,12 +34,9 @@ from fedfrozen_app.transport.payload import (
     SERVER_ROUND,
     client_of,
     first_arrays,
-    missing_digest,
 )
 
 Tensors = dict[str, torch.Tensor]
-ANSI_STYLE = re.compile(r"\x1b\[[0-9;]*m")
-Layout = dict[str, tuple[tuple[int, ...], str]]  # shape and dtype (a glob) by entry
 
 
 @dataclass(frozen=True)
@@ -53,152 +47,6 @@ class Update:
     num_examples: float
     arrays: Tensors
     metrics: MetricRecord
-
-
-@dataclass
-class RoundReport:
-    """What happened to a round's replies."""
-
-    cohort: int = 0
-    clients: int = 0
-    metrics: list[MetricRecord] = field(default_factory=list)
-    weights: list[float] = field(default_factory=list)
-    refused: list[str] = field(default_factory=list)
-
-    @property
-    def dropped(self) -> int:
-        """Number of sampled clients whose reply did not enter the model."""
-        return self.cohort - self.clients
-
-    def total(self, key: str) -> float:
-        """Return a metric summed over the accepted replies."""
-        return float(sum(map(_number(key), self.metrics)))
-
-    def mean(self, key: str) -> float | None:
-        """Return a metric's mean over the accepted replies by their weight, None if none."""
-        if not self.weights:
-            return None
-        terms = zip(self.weights, map(_number(key), self.metrics), strict=True)
-        return sum(weight * value for weight, value in terms) / sum(self.weights)
-
-    @property
-    def num_examples(self) -> float:
-        """Sum of the accepted replies' weights."""
-        return sum(self.weights)
-
-
-def _number(key: str) -> Callable[[MetricRecord], float]:
-    """Return a reader of one scalar metric; absent or a list reads as 0."""
-
-    def read(record: MetricRecord) -> float:
-        value = record.get(key, 0.0)
-        return float(value) if isinstance(value, int | float) else 0.0
-
-    return read
-
-
-class QuorumError(RuntimeError):
-    """Too few usable replies to go on with."""
-
-
-def layout_of(record: ArrayRecord, *, any_float: bool = False) -> Layout:
-    """Return shape and dtype by entry; with ``any_float`` a float may have any width."""
-
-    def dtype(array: Array) -> str:
-        return "float*" if any_float and array.dtype.startswith("float") else array.dtype
-
-    return {name: (tuple(array.shape), dtype(array)) for name, array in record.items()}
-
-
-def refusal(reply: Message, expected: Layout, weight_key: str, server_round: int) -> str | None:
-    """Return why a train reply must not enter the model, or None if it may.
-
-    Checked: an error reply, one array and one metric record, exactly the expected
-    entries with their shapes and dtypes, all values finite, a positive finite weight,
-    and the round, where the reply names it.
-    """
-    if reply.has_error():
-        # Flower's runtime gives a whole traceback in colour; its last line says what happened
-        lines = ANSI_STYLE.sub("", reply.error.reason or "").strip().splitlines()
-        return lines[-1].strip() if lines else f"error code {reply.error.code}"
-    if missing_digest(reply) is not None:
-        return "lacks the frozen block"
-    content = reply.content
-    if len(content.array_records) != 1 or len(content.metric_records) != 1:
-        return (
-            f"expected one array and one metric record, got {len(content.array_records)} "
-            f"and {len(content.metric_records)}"
-        )
-    for record in content.config_records.values():
-        if (said := record.get(SERVER_ROUND, server_round)) != server_round:
-            return f"reply of round {said!r} came in round {server_round}"
-    return _weight_refusal(content, weight_key) or _array_refusal(content, expected)
-
-
-def _weight_refusal(content: RecordDict, key: str) -> str | None:
-    weight = next(iter(content.metric_records.values())).get(key)
-    if weight is None:
-        return f"metric {key!r} is missing"
-    if not isinstance(weight, int | float) or not math.isfinite(weight) or weight < 0:
-        return f"metric {key!r} must be a finite number >= 0, got {weight!r}"
-    return "no training examples" if weight == 0 else None
-
-
-def _array_refusal(content: RecordDict, expected: Layout) -> str | None:
-    record = next(iter(content.array_records.values()))
-    if missing := [name for name in expected if name not in record]:
-        return f"{len(missing)} entries are missing, first {missing[0]!r}"
-    if extra := [name for name in record if name not in expected]:
-        return f"{len(extra)} unexpected entries, first {extra[0]!r}"
-    for name, (shape, dtype) in expected.items():
-        array = record[name]
-        if tuple(array.shape) != shape or not fnmatchcase(array.dtype, dtype):
-            return f"{name} is {array.dtype}{list(array.shape)}, expected {dtype}{list(shape)}"
-    try:
-        tensors = to_tensors(record)
-    except (ValueError, TypeError, EOFError, OSError) as error:
-        return f"arrays cannot be read: {error}"
-    for name, tensor in tensors.items():
-        if tuple(tensor.shape) != expected[name][0]:
-            return f"{name} holds {list(tensor.shape)}, but says {list(expected[name][0])}"
-        if not is_finite(tensor):
-            return f"{name} has non-finite values"
-    return None
-
-
-def is_finite(tensor: torch.Tensor) -> bool:
-    """Whether all values are finite; one pass, and a second only if the sum is not."""
-    if not tensor.is_floating_point() or math.isfinite(float(tensor.sum())):
-        return True
-    return bool(torch.isfinite(tensor).all())
-
-
-def in_client_order(grid: Grid | None, replies: Iterable[Message]) -> Iterable[Message]:
-    """Return replies in client order: as they come from an ordered grid, else sorted."""
-    if getattr(grid, "ordered", False):
-        return replies
-    return sorted(replies, key=lambda reply: client_of(reply, reply.metadata.src_node_id))
-
-
-def accepted(
-    replies: Iterable[Message],
-    expected: Layout,
-    weight_key: str,
-    server_round: int,
-    report: RoundReport,
-) -> Iterator[Message]:
-    """Yield the replies that may enter the model; count and log the others in ``report``."""
-    for reply in replies:
-        client = client_of(reply, reply.metadata.src_node_id)
-        if reason := refusal(reply, expected, weight_key, server_round):
-            report.refused.append(f"client {client}: {reason}")
-            log(WARNING, "round %d: reply of client %d dropped: %s", server_round, client, reason)
-            continue
-        metrics = next(iter(reply.content.metric_records.values()))
-        report.clients += 1
-        report.weights.append(float(metrics[weight_key]))  # type: ignore[arg-type]
-        report.metrics.append(metrics)
-        yield reply
 
 
 class ServerRule(FlowerFedAvg):
@@ -333,16 +181,3 @@ class ServerRule(FlowerFedAvg):
         weight = float(metrics[self.weighted_by_key])  # type: ignore[arg-type]
         client = client_of(reply, reply.metadata.src_node_id)
         return Update(client, weight, to_tensors(record), metrics)
-
-
-def check_quorum(report: RoundReport, min_replies: float, server_round: int) -> None:
-    """Raise QuorumError if a round has too few usable replies, naming the first reasons."""
-    needed = math.ceil(min_replies * report.cohort - 1e-9)
-    if report.clients >= needed:
-        return
-    unheard = report.cohort - report.clients - len(report.refused)
-    reasons = report.refused[:3] + ([f"{unheard} gave no reply"] if unheard > 0 else [])
-    raise QuorumError(
-        f"round {server_round}: {report.clients} of {report.cohort} replies are usable, "
-        f"{needed} are required (min-replies={min_replies}); " + "; ".join(reasons)
-    )

@@ -13,8 +13,8 @@ some break when the set of entries changes, and the frozen entries of what it re
 set back to their exact values.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from logging import INFO
 from typing import Any
 
@@ -26,40 +26,27 @@ from flwr.supercore import log
 
 from fedfrozen_app.config import DEFAULT_WARMUP_RATIO
 from fedfrozen_app.models.selection import Selection
-from fedfrozen_app.strategies.base import (
+from fedfrozen_app.strategies.base import ServerRule, Tensors
+from fedfrozen_app.strategies.fedavg import FedAvg
+from fedfrozen_app.strategies.replies import (
     Layout,
     RoundReport,
-    ServerRule,
-    Tensors,
     accepted,
     in_client_order,
     layout_of,
 )
-from fedfrozen_app.strategies.fedavg import FedAvg
 from fedfrozen_app.strategies.schedule import FreezeSchedule
 from fedfrozen_app.transport.arrays import to_record, to_tensors
-from fedfrozen_app.transport.frozen_cache import digest
-from fedfrozen_app.transport.payload import (
-    attach_frozen,
-    client_of,
-    first_arrays,
-    mark,
-    missing_digest,
-)
+from fedfrozen_app.transport.block import FrozenBlock
+from fedfrozen_app.transport.payload import first_arrays
 
 
 @dataclass
 class FreezeState:
-    """What crosses rounds: the block in force and who has confirmed it.
-
-    ``holders`` are client ids, so that what is sent does not depend on which node of a
-    simulation happened to serve a client.
-    """
+    """What crosses rounds: the selection in force and the block it freezes, None = nothing."""
 
     spec: str = ""
-    digest: str = ""
-    frozen: Tensors = field(default_factory=dict)
-    holders: set[int] = field(default_factory=set)
+    block: FrozenBlock | None = None
 
 
 class FedFrozen(Strategy):
@@ -119,7 +106,6 @@ class FedFrozen(Strategy):
         self._selection: Selection | None = None  # None: everything is trained
         self._selected = ""  # spec of _selection
         self._report = RoundReport()
-        self._sent: dict[int, Message] = {}
         self._grid: Grid | None = None
         self._expected: Layout = {}
         self._dtypes: dict[str, torch.dtype] = {}  # of the model as the run started
@@ -187,7 +173,7 @@ class FedFrozen(Strategy):
         selection = Selection.build(spec, arrays)
         if spec != self.state.spec:  # else the state was restored
             _, frozen = selection.split(self._tensors(arrays))
-            self.state = FreezeState(spec, digest(frozen) if frozen else "", frozen)
+            self.state = FreezeState(spec, FrozenBlock.of(frozen) if frozen else None)
             if isinstance(self.strategy, ServerRule):
                 self.strategy.select(selection)
         self._selected, self._selection = spec, None if selection.is_all else selection
@@ -202,8 +188,7 @@ class FedFrozen(Strategy):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Let the inner strategy address the clients; send active entries only."""
-        self._enter(server_round, arrays)
-        shown, active = self._shown(arrays)
+        shown, active = self._shown(server_round, arrays)
         messages = self.strategy.configure_train(server_round, shown, config, grid)
         dressed = self._dress(messages, active, grid)
         self._report = RoundReport(cohort=len(dressed))
@@ -213,35 +198,24 @@ class FedFrozen(Strategy):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Let the inner strategy address the clients; send active entries only."""
-        self._enter(server_round, arrays)
-        shown, active = self._shown(arrays)
+        shown, active = self._shown(server_round, arrays)
         messages = self.strategy.configure_evaluate(server_round, shown, config, grid)
         return self._dress(messages, active, grid)
 
-    def _shown(self, arrays: ArrayRecord) -> tuple[ArrayRecord, ArrayRecord]:
+    def _shown(self, server_round: int, arrays: ArrayRecord) -> tuple[ArrayRecord, ArrayRecord]:
         """Return what the inner strategy sees and what travels."""
+        self._enter(server_round, arrays)
         if self._selection is None:
             return arrays, arrays
         active = to_record(self._selection.split(self._tensors(arrays))[0])
         return (active if isinstance(self.strategy, ServerRule) else arrays), active
 
     def _dress(self, messages: Iterable[Message], active: ArrayRecord, grid: Grid) -> list[Message]:
-        """Reduce messages to the active entries, named by selection and digest."""
-        dressed = list(messages)
         stock = not isinstance(self.strategy, ServerRule)
-        self._grid, self._expected, self._sent = grid, layout_of(active, any_float=stock), {}
-        if self._selection is None:
-            return dressed
-        block = to_record(self.state.frozen)
-        for message in dressed:
-            name, _ = first_arrays(message.content)
-            message.content = RecordDict({**message.content, name: active})
-            mark(message, self._selection, self.state.digest, self.value_l2)
-            client = client_of(message, message.metadata.dst_node_id)
-            self._sent[client] = message
-            if client not in self.state.holders:
-                attach_frozen(message, block)
-        return dressed
+        self._grid, self._expected = grid, layout_of(active, any_float=stock)
+        if self.state.block is None:
+            return list(messages)
+        return self.state.block.dress(messages, active, self.state.spec, self.value_l2)
 
     # --- up ---------------------------------------------------------------------------
     def aggregate_train(
@@ -253,12 +227,12 @@ class FedFrozen(Strategy):
             arrays, metrics = self.strategy.aggregate_train(server_round, stream)
         else:
             arrays, metrics = self._aggregate_stock(server_round, stream)
-        if arrays is None or self._selection is None:
+        if arrays is None or self._selection is None or self.state.block is None:
             return arrays, metrics
         active = to_tensors(arrays)
         if not isinstance(self.strategy, ServerRule):
             active, _ = self._selection.split(self._tensors(arrays))
-        return to_record(self._selection.merge(active, self.state.frozen)), metrics
+        return to_record(self._selection.merge(active, self.state.block.tensors)), metrics
 
     def aggregate_evaluate(
         self, server_round: int, replies: Iterable[Message]
@@ -272,65 +246,34 @@ class FedFrozen(Strategy):
         """Show a stock strategy the usable replies, as whole models."""
         weight_key = getattr(self.strategy, "weighted_by_key", "num-examples")
         good = list(accepted(replies, self._expected, weight_key, server_round, self._report))
-        for reply in good:
-            name, record = first_arrays(reply.content)
-            if self._selection is not None:
-                whole = self._selection.merge(to_tensors(record), self.state.frozen)
+        if self._selection is not None and self.state.block is not None:
+            for reply in good:
+                name, record = first_arrays(reply.content)
+                whole = self._selection.merge(to_tensors(record), self.state.block.tensors)
                 reply.content = RecordDict({**reply.content, name: to_record(whole)})
         return self.strategy.aggregate_train(server_round, good)
 
-    def _complete(self, replies: Iterable[Message]) -> Iterator[Message]:
-        """Yield replies; send the block to clients that lack it and yield theirs instead."""
-        if self._selection is None:
-            yield from replies
-        elif getattr(self._grid, "ordered", False):
-            for reply in replies:
-                yield from map(self._confirm, self._send_block([reply]))
-        else:
-            yield from map(self._confirm, self._send_block(list(replies)))
-
-    def _send_block(self, replies: list[Message]) -> Iterable[Message]:
-        """Answer every *missing* among the replies; the others come first."""
-        again = []
-        for reply in replies:
-            client = client_of(reply, reply.metadata.src_node_id)
-            if missing_digest(reply) != self.state.digest or client not in self._sent:
-                yield reply
-                continue
-            log(INFO, "client %d lacks the frozen block; it is sent in this round", client)
-            self.state.holders.discard(client)
-            sent = self._sent.pop(client)
-            meta = sent.metadata
-            message = Message(
-                sent.content, meta.dst_node_id, meta.message_type, group_id=meta.group_id
-            )
-            attach_frozen(message, to_record(self.state.frozen))
-            again.append(message)
-        if again and self._grid is not None:
-            yield from self._grid.send_and_receive(again, timeout=self.timeout)
-
-    def _confirm(self, reply: Message) -> Message:
-        """Note that a client which sent arrays has the block."""
-        if reply.has_content() and missing_digest(reply) is None:
-            self.state.holders.add(client_of(reply, reply.metadata.src_node_id))
-        return reply
+    def _complete(self, replies: Iterable[Message]) -> Iterable[Message]:
+        """Return replies, those that asked for the block replaced by what they said next."""
+        if self.state.block is None or self._grid is None:
+            return replies
+        return self.state.block.complete(replies, self._grid, self.timeout)
 
     # --- state ------------------------------------------------------------------------
+    @property
+    def digest(self) -> str:
+        """Digest of the frozen block in force, empty if nothing is frozen."""
+        return self.state.block.digest if self.state.block is not None else ""
+
     def state_dict(self) -> dict[str, Any]:
         """Return the freeze state and, for our own rules, the inner state."""
         inner = self.strategy.state_dict() if isinstance(self.strategy, ServerRule) else {}
-        return {
-            "spec": self.state.spec,
-            "digest": self.state.digest,
-            "frozen": dict(self.state.frozen),
-            "holders": sorted(self.state.holders),
-            "inner": inner,
-        }
+        block = self.state.block.state_dict() if self.state.block is not None else {}
+        return {"spec": self.state.spec, "block": block, "inner": inner}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over a state returned by :meth:`state_dict`."""
-        self.state = FreezeState(
-            state["spec"], state["digest"], dict(state["frozen"]), set(state["holders"])
-        )
+        block = FrozenBlock.from_state_dict(state["block"]) if state["block"] else None
+        self.state = FreezeState(state["spec"], block)
         if isinstance(self.strategy, ServerRule):
             self.strategy.load_state_dict(state["inner"])

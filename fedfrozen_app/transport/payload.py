@@ -15,7 +15,6 @@ from dataclasses import dataclass
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 
-from fedfrozen_app.models.selection import Selection
 from fedfrozen_app.transport.arrays import to_record, to_tensors
 from fedfrozen_app.transport.frozen_cache import FrozenCache, digest
 
@@ -46,10 +45,10 @@ class Payload:
     config: ConfigRecord
 
 
-def mark(message: Message, selection: Selection, key: str, value_l2: float = 0.0) -> None:
+def mark(message: Message, selection: str, key: str, value_l2: float = 0.0) -> None:
     """Write the selection and the digest of the frozen block into a message's config."""
     config = ConfigRecord(dict(first_config(message)))
-    config[SELECTION], config[DIGEST] = selection.spec, key
+    config[SELECTION], config[DIGEST] = selection, key
     if value_l2 > 0:
         config[VALUE_L2] = value_l2
     name = next(iter(message.content.config_records), CONFIG)

@@ -16,6 +16,7 @@ from fedfrozen_app.models.selection import Selection
 from fedfrozen_app.runs.store import RoundMetrics, RunFolder
 from fedfrozen_app.strategies import QuorumError
 from fedfrozen_app.training.worker import resident
+from fedfrozen_app.transport.arrays import TensorArray
 
 SMALL: dict[str, Any] = {
     "num-clients": 3,
@@ -166,6 +167,17 @@ def test_the_bytes_of_a_run_follow_from_the_shapes(tmp_path: Path, cache: str) -
         3 * (whole - frozen),
     ]
     assert all(line.wire_bytes_up > line.bytes_up for line in run.metrics[1:])
+
+
+def test_a_run_in_this_process_serialises_nothing(
+    tmp_path: Path, cache: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: TensorArray) -> bytes:
+        raise AssertionError("somebody asked for bytes")
+
+    monkeypatch.setattr(TensorArray, "data", property(refuse))
+    run = Run(tmp_path, cache, warmup_rounds=1, local_steps=1)
+    assert [line.dropped for line in run.metrics] == [0, 0, 0, 0]
 
 
 @pytest.mark.parametrize("every", [0, 2])

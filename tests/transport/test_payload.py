@@ -39,7 +39,7 @@ def message(marked: bool = True, block: bool = False) -> Message:
     config = ConfigRecord({"server-round": 5, "partition-id": 2})
     made = Message(RecordDict({"arrays": to_record(ACTIVE), "config": config}), 3, "train")
     if marked:
-        mark(made, SELECTION, KEY, value_l2=0.25)
+        mark(made, SELECTION.spec, KEY, value_l2=0.25)
     if block:
         attach_frozen(made, to_record(FROZEN))
     return made
@@ -78,7 +78,7 @@ def test_a_block_that_is_not_the_named_one_is_refused_and_not_kept(tmp_path: Pat
 def test_marking_one_message_leaves_others_with_the_same_content_alone() -> None:
     shared = RecordDict({"arrays": to_record(ACTIVE), "config": ConfigRecord({"server-round": 1})})
     one, other = (Message(shared, node, "train") for node in (1, 2))
-    mark(one, SELECTION, KEY)
+    mark(one, SELECTION.spec, KEY)
     assert one.content["config"]["fedfrozen.digest"] == KEY
     assert "fedfrozen.digest" not in other.content["config"]
 

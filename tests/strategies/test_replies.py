@@ -6,7 +6,7 @@ import torch
 from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
 
 from fedfrozen_app.strategies import FedAvg, FedFrozen
-from fedfrozen_app.strategies.base import in_client_order, is_finite, layout_of, refusal
+from fedfrozen_app.strategies.replies import in_client_order, is_finite, layout_of, refusal
 from fedfrozen_app.transport.arrays import to_record
 from fedfrozen_app.transport.payload import missing_reply, train_reply
 from tests.strategies.federation import Federation, initial

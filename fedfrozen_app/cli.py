@@ -81,7 +81,6 @@ def run(
     except ConfigError as error:
         fail(str(error), 2)
     except (ValueError, RuntimeError, OSError) as error:
-        errors.print_exception() if logging.getLogger().isEnabledFor(logging.DEBUG) else None
         fail(f"{type(error).__name__}: {error}", 1)
     except KeyboardInterrupt:
         fail("interrupted; finished rounds are in the run folder", 130)
@@ -122,13 +121,15 @@ def run_here(config: RunConfig) -> Path:
 def run_flower(config: RunConfig) -> Path:
     """Run through Flower's own runtime and return the run folder."""
     from fedfrozen_app.engine.flower import run_with_flower
-    from fedfrozen_app.runs.store import free_name
+    from fedfrozen_app.runs.store import RunFolder, free_name
 
     config = config.model_copy(update={"run_name": free_name(config)})
     code = run_with_flower(config, lambda line: console.print(line, markup=False, highlight=False))
+    path = Path(config.run_dir) / config.run_name
     if code != 0:
-        raise RuntimeError(f"the run did not finish in Flower's runtime (status code {code})")
-    return Path(config.run_dir) / config.run_name
+        reason = RunFolder(path).failure() or "the log above says why"
+        raise RuntimeError(f"the run did not complete in Flower's runtime: {reason}")
+    return path
 
 
 def show_result(path: Path) -> None:

@@ -32,19 +32,22 @@ NOT_YET = {
     "model": ("resnet18-gn", "resnet34-gn", "tinygpt"),
     "head": ("frozen-kaiming", "frozen-orthogonal"),
 }
-# Keys that act only with some strategies: setting them elsewhere would do nothing.
-ONLY_WITH = {
-    "proximal-mu": ("fedprox", "fednova"),
-    "server-lr": ("scaffold", "fedavgm", "fedadam"),
-    "server-momentum": ("fedavgm",),
-    "beta1": ("fedadam",),
-    "beta2": ("fedadam",),
-    "tau": ("fedadam",),
-    "latent-dim": ("latent",),
-    "latent-rank": ("latent",),
-    "latent-bits": ("latent",),
-    "generator": ("latent",),
-}
+# (key, other key, values of the other with which the key acts): elsewhere it would do nothing
+ACTS_WITH = (
+    ("proximal-mu", "strategy", ("fedprox", "fednova")),
+    ("server-lr", "strategy", ("scaffold", "fedavgm", "fedadam")),
+    ("server-momentum", "strategy", ("fedavgm",)),
+    ("beta1", "strategy", ("fedadam",)),
+    ("beta2", "strategy", ("fedadam",)),
+    ("tau", "strategy", ("fedadam",)),
+    ("latent-dim", "strategy", ("latent",)),
+    ("latent-rank", "strategy", ("latent",)),
+    ("latent-bits", "strategy", ("latent",)),
+    ("generator", "strategy", ("latent",)),
+    ("alpha", "partitioner", ("dirichlet",)),
+    ("classes-per-client", "partitioner", ("shard",)),
+    ("momentum", "optimizer", ("sgd",)),
+)
 
 
 def available_cores() -> int:
@@ -91,6 +94,7 @@ class RunConfig(BaseModel):
     )
     public_fraction: float = Field(
         -1.0,
+        ge=-1.0,
         lt=1.0,
         description="share of the training data that no client holds and the base is trained on; "
         f"-1 = {DEFAULT_PUBLIC_FRACTION} with weights=base, else 0",
@@ -164,7 +168,7 @@ class RunConfig(BaseModel):
     # --- local training ---------------------------------------------------------------
     local_epochs: int = Field(2, ge=1, description="passes over a client's data each round")
     local_steps: int = Field(0, ge=0, description="optimiser steps instead of epochs; 0 = epochs")
-    batch_size: int = Field(32, ge=1, description="examples per optimiser step")
+    batch_size: int = Field(32, ge=1, le=2**31 - 1, description="examples per optimiser step")
     optimizer: Literal["sgd", "adamw"] = Field("sgd", description="local optimiser")
     lr: float = Field(0.01, gt=0, description="local learning rate")
     momentum: float = Field(0.9, ge=0, lt=1, description="SGD momentum, zero at each round's start")
@@ -218,6 +222,12 @@ class RunConfig(BaseModel):
         return self
 
     def _contradictions(self) -> Iterable[str]:
+        yield from self._unavailable()
+        yield from self._without_effect()
+        yield from self._freeze_problems()
+        yield from self._data_problems()
+
+    def _unavailable(self) -> Iterable[str]:
         for key, names in NOT_YET.items():
             if (value := getattr(self, key)) in names:
                 yield f"{key}={value} is not available in this version; choose another {key}"
@@ -226,14 +236,38 @@ class RunConfig(BaseModel):
                 f"compression={self.compression} is not available in this version; "
                 "use compression=none"
             )
-        for key, strategies in ONLY_WITH.items():
-            field = key.replace("-", "_")
-            default = type(self).model_fields[field].default
-            if getattr(self, field) != default and self.strategy not in strategies:
+
+    def _is_set(self, key: str) -> bool:
+        """Whether a key has another value than its default."""
+        field = key.replace("-", "_")
+        return bool(getattr(self, field) != type(self).model_fields[field].default)
+
+    def _without_effect(self) -> Iterable[str]:
+        for key, other, needed in ACTS_WITH:
+            value, having = (getattr(self, name.replace("-", "_")) for name in (key, other))
+            if self._is_set(key) and having not in needed:
+                default = type(self).model_fields[key.replace("-", "_")].default
                 yield (
-                    f"{key}={getattr(self, field)} has no effect with strategy={self.strategy}; "
-                    f"leave it at {default} or use strategy={' or '.join(strategies)}"
+                    f"{key}={value} has no effect with {other}={having}; leave it at {default} "
+                    f"or use {other}={' or '.join(needed)}"
                 )
+        if self.local_steps > 0 and self._is_set("local-epochs"):
+            yield (
+                f"local-steps={self.local_steps} and local-epochs={self.local_epochs} are both "
+                "set; set only one of them"
+            )
+        if self.value_l2 > 0 and not self.freezes:
+            yield (
+                f"value-l2={self.value_l2} acts after a freeze and this run has none; set a "
+                "warm-up shorter than the run or value-l2=0"
+            )
+        if self.jobs > 1 and self.engine == "flwr":
+            yield (
+                f"jobs={self.jobs} is for engine=local; with engine=flwr the number of clients "
+                "at once follows from threads, so set jobs=1"
+            )
+
+    def _freeze_problems(self) -> Iterable[str]:
         if self.warmup_rounds >= 0 and self.warmup_ratio >= 0:
             yield (
                 f"warmup-rounds={self.warmup_rounds} and warmup-ratio={self.warmup_ratio} are "
@@ -259,11 +293,8 @@ class RunConfig(BaseModel):
                 "strategy=fedfrozen with frozen=all freezes nothing; use strategy=fedavg or "
                 "frozen=query-key"
             )
-        if self.value_l2 > 0 and not self.freezes:
-            yield (
-                f"value-l2={self.value_l2} acts after a freeze and this run has none; set a "
-                "warm-up shorter than the run or value-l2=0"
-            )
+
+    def _data_problems(self) -> Iterable[str]:
         if -1 < self.public_fraction < 0:
             yield (
                 f"public-fraction must be in [0, 1) or -1 for auto, got {self.public_fraction}; "
@@ -274,10 +305,10 @@ class RunConfig(BaseModel):
                 "weights=base is trained on the public data, but public-fraction=0; set "
                 f"public-fraction={DEFAULT_PUBLIC_FRACTION} or weights=none"
             )
-        if self.jobs > 1 and self.engine == "flwr":
+        if self.dataset == "digits" and (self.data_dir or self.image_column or self.label_column):
             yield (
-                f"jobs={self.jobs} is for engine=local; with engine=flwr the number of clients "
-                "at once follows from threads, so set jobs=1"
+                "dataset=digits is bundled, so data-dir, image-column and label-column have no "
+                "effect; leave them empty or set dataset to a name for that data"
             )
 
     # --- what "auto" and -1 stand for ---------------------------------------------------
@@ -435,7 +466,10 @@ def read_experiment(path: Path) -> dict[str, Any]:
         content = tomllib.loads(path.read_text())
     except FileNotFoundError:
         raise ConfigError(f"experiment file {str(path)!r} does not exist") from None
+    except OSError as error:
+        raise ConfigError(f"{str(path)!r} cannot be read: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"experiment file {str(path)!r} is not valid TOML: {error}") from None
-    content.pop("sweep", None)
+    if not isinstance(content.pop("sweep", {}), dict):
+        raise ConfigError(f"{str(path)!r}: sweep must be a table of lists, as in [sweep]")
     return content

@@ -37,9 +37,11 @@ def test_config_lists_every_key_and_what_auto_stands_for() -> None:
         (["warmup-rounds=1", "-c", "warmup-ratio=0.5"], "both set"),
         (["none.toml"], "experiment file 'none.toml' does not exist"),
         (["a.toml", "b.toml"], "one experiment file at most"),
-        (["data-dir=/nowhere/at/all"], "/nowhere/at/all"),
+        (["dataset=cifar10", "data-dir=/nowhere/at/all"], "/nowhere/at/all"),
         (["run-dir=/proc/nowhere", *FAST], "run-dir='/proc/nowhere' cannot be written"),
         (["dataset=cifar10", "data-dir=.", "model=vit_tny_patch16_224"], "vit_tiny_patch16_224"),
+        (["frozen=nothere", *FAST], "frozen item 'nothere' matches no entry"),
+        (["frozen=head", "value-l2=0.1", *FAST], "value-l2=0.1 has no effect with frozen=head"),
     ],
 )
 def test_a_wrong_command_line_ends_with_code_2_and_one_clear_line(

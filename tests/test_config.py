@@ -86,6 +86,14 @@ def test_an_unknown_key_names_the_nearest_one(key: str, nearest: str) -> None:
         ({"public-fraction": 0.0}, ["weights=base", "public-fraction=0"]),
         ({"public-fraction": 1.0}, ["public-fraction", "less than 1"]),
         ({"engine": "flwr", "jobs": 2}, ["jobs=2", "engine=flwr"]),
+        ({"partitioner": "iid", "alpha": 0.1}, ["alpha=0.1", "partitioner=iid", "dirichlet"]),
+        ({"classes-per-client": 3}, ["classes-per-client=3", "dirichlet", "shard"]),
+        ({"optimizer": "adamw", "momentum": 0.5}, ["momentum=0.5", "adamw", "sgd"]),
+        ({"local-steps": 3, "local-epochs": 5}, ["local-steps=3", "local-epochs=5", "both"]),
+        ({"data-dir": "here"}, ["dataset=digits is bundled", "data-dir"]),
+        ({"label-column": "y"}, ["dataset=digits is bundled", "label-column"]),
+        ({"public-fraction": -2.0}, ["public-fraction", "greater than or equal to -1"]),
+        ({"batch-size": 10**20}, ["batch-size", "less than or equal to"]),
     ],
 )
 def test_what_cannot_work_is_an_error_that_says_what_to_change(
@@ -153,6 +161,11 @@ def test_an_experiment_file_is_flat_keys_and_a_sweep_table(tmp_path: Path) -> No
         read_experiment(path)
     with pytest.raises(ConfigError, match="does not exist"):
         read_experiment(tmp_path / "none.toml")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_experiment(tmp_path)
+    path.write_text("sweep = 5")
+    with pytest.raises(ConfigError, match="sweep must be a table"):
+        read_experiment(path)
     path.write_text("[data]\nlr = 1\n")
     with pytest.raises(ConfigError, match="unknown config key 'data'"):
         RunConfig.from_mapping(read_experiment(path))

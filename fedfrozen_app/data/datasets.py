@@ -123,11 +123,6 @@ Build = Callable[[Path], Mapping[str, Any]]
 def _plan(config: RunConfig) -> tuple[dict[str, Any], Build]:
     """Return what identifies the data set before it is opened, and how to decode it."""
     if config.dataset == "digits":
-        if config.data_dir:
-            raise ConfigError(
-                f"dataset=digits is bundled, so data-dir={config.data_dir!r} would not be read; "
-                f"set dataset to {', '.join(PRESETS)} or a name of your own for that folder"
-            )
         return {"digits": DIGITS_TEST_SIZE}, _build_digits
     preset = _preset(config.dataset)
     known = preset.columns if preset else Columns()

@@ -81,13 +81,23 @@ class Table:
         if isinstance(cell, dict):
             data = cell.get("bytes")
             if data is None and cell.get("path"):
-                data = Path(cell["path"]).read_bytes()
+                data = self._read(Path(cell["path"]))
         if not isinstance(data, bytes):
             raise ConfigError(
                 f"{self.origin}: column {column!r} of the {self.split} split has a row without "
                 "an image; drop such rows or name another column with image-column"
             )
         return data
+
+    def _read(self, path: Path) -> bytes:
+        try:
+            return path.read_bytes()
+        except OSError as error:
+            raise ConfigError(
+                f"{self.origin}: the {self.split} split names the image {str(path)!r}, which "
+                f"cannot be read ({error.strerror}); put it there or write the bytes into the "
+                "parquet files"
+            ) from None
 
 
 @dataclass(frozen=True)
@@ -178,9 +188,22 @@ def _parquet_table(split: str, paths: Sequence[Path]) -> Table:
             "copy or download it again"
         ) from error
 
+    for path, schema in zip(paths, schemas, strict=True):
+        if schema.names != schemas[0].names:
+            raise ConfigError(
+                f"{str(path)!r} has the columns {', '.join(schema.names)}, but "
+                f"{paths[0].name} has {', '.join(schemas[0].names)}; write all {split} files "
+                "with the same columns"
+            )
+
     def read(columns: list[str]) -> Iterator[Any]:
         for path in paths:
-            yield from pq.ParquetFile(path).iter_batches(ROWS_PER_BATCH, columns=columns)
+            try:
+                yield from pq.ParquetFile(path).iter_batches(ROWS_PER_BATCH, columns=columns)
+            except (pa.ArrowException, OSError) as error:
+                raise ConfigError(
+                    f"{str(path)!r} is damaged: {error}; copy or download it again"
+                ) from error
 
     return Table(split, str(paths[0].parent), Features.from_arrow_schema(schemas[0]), read)
 

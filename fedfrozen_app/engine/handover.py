@@ -1,4 +1,7 @@
-"""Hand an object to another process of this machine, its large buffers by shared memory."""
+"""Hand an object to another process of this machine, its large buffers by shared memory.
+
+Parcels lie in one folder, so that removing it frees whatever was never unpacked.
+"""
 
 import os
 import pickle
@@ -11,7 +14,7 @@ import numpy as np
 
 _ALIGNMENT = 64  # bytes; vector loads want aligned arrays
 # /dev/shm is memory; elsewhere a temporary file does the same, through the page cache
-_FOLDER = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else None
+_ROOT = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else None
 
 
 @dataclass(frozen=True)
@@ -23,14 +26,19 @@ class Parcel:
     sizes: tuple[int, ...]
 
 
-def pack(content: Any) -> Parcel:
-    """Pickle an object; whoever gets the parcel must unpack or discard it."""
+def new_folder() -> Path:
+    """Make a folder for parcels; its maker removes it."""
+    return Path(tempfile.mkdtemp(prefix="fedfrozen-", dir=_ROOT))
+
+
+def pack(content: Any, folder: Path) -> Parcel:
+    """Pickle an object; its buffers wait in ``folder`` until the parcel is unpacked."""
     buffers: list[pickle.PickleBuffer] = []
     pickled = pickle.dumps(content, protocol=5, buffer_callback=buffers.append)
     views = [buffer.raw() for buffer in buffers]
     if not views:
         return Parcel(pickled, "", ())
-    with tempfile.NamedTemporaryFile(prefix="fedfrozen-", dir=_FOLDER, delete=False) as file:
+    with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:
         for view in views:
             file.write(view)
             file.write(bytes(_padding(view.nbytes)))
@@ -55,9 +63,3 @@ def unpack(parcel: Parcel) -> Any:
 def _padding(size: int) -> int:
     """Return how many bytes bring a buffer of ``size`` bytes to the alignment."""
     return -size % _ALIGNMENT
-
-
-def discard(parcel: Parcel) -> None:
-    """Free a parcel that nobody will unpack."""
-    if parcel.path:
-        Path(parcel.path).unlink(missing_ok=True)

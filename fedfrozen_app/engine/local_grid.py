@@ -9,13 +9,16 @@ worker processes compute ahead, at most one reply each beyond the one being read
 import importlib
 import itertools
 import os
+import shutil
 import signal
 import threading
 import traceback
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import contextmanager
 from multiprocessing import get_context, parent_process
+from pathlib import Path
 from typing import Any, cast
 
 from flwr.app import (
@@ -117,6 +120,7 @@ class LocalGrid(Grid):
         self._ids = itertools.count(1)
         self._pushed: dict[str, Message] = {}
         self._pool: ProcessPoolExecutor | None = None
+        self._folder = Path()  # of the parcels to and from the pool
         if TaskIdentity._run_id is None:  # outside `flwr run` nobody else sets it
             TaskIdentity.run_id = self._run.run_id
             TaskIdentity.task_id = 1
@@ -127,6 +131,7 @@ class LocalGrid(Grid):
         if self._pool is not None:
             self._pool.shutdown(wait=True, cancel_futures=True)
             self._pool = None
+            shutil.rmtree(self._folder, ignore_errors=True)
 
     def __enter__(self) -> "LocalGrid":
         return self
@@ -174,8 +179,8 @@ class LocalGrid(Grid):
                 yield self._number(reply)
         finally:
             for _, future in waiting:
-                if future is not None and not future.cancel():
-                    handover.discard(future.result())
+                if future is not None:
+                    future.cancel()
 
     def _submit(
         self, pool: ProcessPoolExecutor, message: Message
@@ -183,8 +188,9 @@ class LocalGrid(Grid):
         context = self._context(message.metadata.dst_node_id)
         if context is None:
             return message, None
-        parcel = handover.pack((message, context))
-        return message, pool.submit(_work, self._reference, parcel)
+        parcel = handover.pack((message, context), self._folder)
+        with _interrupts_ignored():  # a worker started here inherits that
+            return message, pool.submit(_work, self._reference, parcel, self._folder)
 
     def _result(self, future: Future[Any]) -> Message:
         reply, context = handover.unpack(future.result())
@@ -193,8 +199,12 @@ class LocalGrid(Grid):
 
     def _workers(self) -> ProcessPoolExecutor:
         if self._pool is None:
+            self._folder = handover.new_folder()
             self._pool = ProcessPoolExecutor(
-                self.jobs, mp_context=get_context("spawn"), initializer=_start_worker
+                self.jobs,
+                mp_context=get_context("spawn"),
+                initializer=_start_worker,
+                initargs=(self._folder,),
             )
         return self._pool
 
@@ -256,20 +266,33 @@ class LocalGrid(Grid):
         return self._run
 
 
-def _start_worker() -> None:
-    """Prepare a worker process: it ends with its parent, and only its parent hears Ctrl-C."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+@contextmanager
+def _interrupts_ignored() -> Iterator[None]:
+    """Leave Ctrl-C to the parent of the processes started inside."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread may set handlers
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _start_worker(folder: Path) -> None:
+    """Prepare a worker process, which ends with its parent."""
+    threading.Thread(target=_end_with_parent, args=(folder,), daemon=True).start()
     TaskIdentity.run_id, TaskIdentity.task_id, TaskIdentity.node_id = 1, 1, SUPERLINK_NODE_ID
 
 
-def _end_with_parent() -> None:
+def _end_with_parent(folder: Path) -> None:
     if (parent := parent_process()) is not None:
         parent.join()
+        shutil.rmtree(folder, ignore_errors=True)
         os._exit(1)
 
 
-def _work(reference: str, parcel: handover.Parcel) -> handover.Parcel:
+def _work(reference: str, parcel: handover.Parcel, folder: Path) -> handover.Parcel:
     message, context = handover.unpack(parcel)
     reply = call(load_app(reference), message, context)
-    return handover.pack((reply, context))
+    return handover.pack((reply, context), folder)

@@ -6,6 +6,7 @@ by default: its nodes share the data, so client p is then trained by node p modu
 """
 
 import time
+from collections.abc import Collection
 from logging import INFO
 from typing import Any
 
@@ -28,12 +29,21 @@ class Roster:
     ----------
     num_clients : int
         Clients of the run.
+    with_data : collection of int, optional
+        The clients that hold examples; the others are never sampled. By default all.
     timeout : float
         Seconds to wait for nodes to connect and to answer.
     """
 
-    def __init__(self, num_clients: int, timeout: float = 600.0) -> None:
+    def __init__(
+        self,
+        num_clients: int,
+        with_data: Collection[int] | None = None,
+        *,
+        timeout: float = 600.0,
+    ) -> None:
         self.num_clients = num_clients
+        self.clients = range(num_clients) if with_data is None else with_data
         self.timeout = timeout
         self._answers: dict[int, tuple[int, int]] = {}  # node -> its partition, of how many
 
@@ -46,7 +56,7 @@ class Roster:
             If fewer than ``at_least`` clients have a node after ``timeout`` seconds.
         """
         if getattr(grid, "num_clients", None) == self.num_clients:  # in this process
-            return {client: client + 1 for client in range(self.num_clients)}
+            return {client: client + 1 for client in self.clients}
         started = time.monotonic()
         while True:
             members = self._assign(grid)
@@ -68,14 +78,13 @@ class Roster:
         online = set(grid.get_node_ids())
         self._ask(grid, sorted(online - self._answers.keys()))
         answers = {node: self._answers[node] for node in online if node in self._answers}
-        if any(total == self.num_clients for _, total in answers.values()):
-            return {
-                own: node for node, (own, total) in answers.items() if total == self.num_clients
-            }
+        own = {own: node for node, (own, total) in answers.items() if total == self.num_clients}
+        if own:
+            return {client: own[client] for client in self.clients if client in own}
         in_order = [node for node, _ in sorted(answers.items(), key=lambda item: item[1])]
         if not in_order:
             return {}
-        return {client: in_order[client % len(in_order)] for client in range(self.num_clients)}
+        return {client: in_order[client % len(in_order)] for client in self.clients}
 
     def _ask(self, grid: Grid, nodes: list[int]) -> None:
         if not nodes:

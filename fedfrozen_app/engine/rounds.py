@@ -6,7 +6,7 @@ from collections.abc import Callable
 from flwr.app import ArrayRecord, ConfigRecord
 from flwr.serverapp import Grid
 
-from fedfrozen_app.config import RunConfig
+from fedfrozen_app.config import ConfigError, RunConfig
 from fedfrozen_app.data.partition import partition_report
 from fedfrozen_app.engine.roster import Roster
 from fedfrozen_app.runs.store import RoundMetrics, RunFolder
@@ -18,11 +18,12 @@ from fedfrozen_app.transport.ledger import LedgerGrid, Traffic
 OnRound = Callable[[RoundMetrics], None]
 
 
-def build_strategy(config: RunConfig, num_clients: int) -> FedFrozen:
+def build_strategy(config: RunConfig, worker: Worker) -> FedFrozen:
     """Return the config's rule inside the config's freeze (none = a warm-up without end)."""
+    with_data = [client for client, rows in enumerate(worker.partition.clients) if len(rows)]
     rule = FedAvg(
         seed=config.seed,
-        members=Roster(num_clients),
+        members=Roster(worker.num_clients, with_data),
         min_replies=config.min_replies,
         fraction_train=config.fraction_train,
         min_train_nodes=1,
@@ -35,24 +36,27 @@ def build_strategy(config: RunConfig, num_clients: int) -> FedFrozen:
 class Federation:
     """One run: its strategy, its traffic, its folder."""
 
-    def __init__(self, config: RunConfig, grid: Grid, folder: RunFolder, worker: Worker) -> None:
+    def __init__(
+        self, config: RunConfig, grid: Grid, worker: Worker, strategy: FedFrozen, folder: RunFolder
+    ) -> None:
         self.config = config
         self.grid = LedgerGrid(grid)
-        self.folder = folder
         self.worker = worker
-        self.strategy = build_strategy(config, worker.num_clients)
+        self.strategy = strategy
         self.strategy.timeout = config.round_timeout
+        self.folder = folder
 
-    def run(self, on_round: OnRound) -> None:
+    def run(self, arrays: ArrayRecord, on_round: OnRound) -> None:
         """Run all rounds; the model of the last finished round is saved whatever happens."""
-        arrays = to_record(self.worker.initial_weights())
-        self.strategy.schedule.check(arrays)
         try:
             self._record(0, arrays, time.perf_counter(), on_round)
             for server_round in range(1, self.config.rounds + 1):
                 started = time.perf_counter()
                 arrays = self.train_round(server_round, arrays)
                 self._record(server_round, arrays, started, on_round)
+        except Exception as error:
+            self.folder.write_failure(f"{type(error).__name__}: {error}")
+            raise
         finally:
             self.folder.save_model(to_tensors(arrays))
 
@@ -109,11 +113,24 @@ class Federation:
 def run_federation(config: RunConfig, grid: Grid, on_round: OnRound) -> RunFolder:
     """Run a config on a grid and return its run folder.
 
-    Data, model, weights and every stage's selection are loaded and checked before the
-    first round.
+    Data, model, weights and every stage's selection are loaded and checked before the run
+    folder is made.
+
+    Raises
+    ------
+    ConfigError
+        For whatever the config asks that cannot be done.
+    QuorumError
+        When too few clients of a round reply usably.
     """
     worker = resident(config)
+    strategy = build_strategy(config, worker)
+    try:
+        strategy.check(to_record(worker.model.state_dict()))
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    arrays = to_record(worker.initial_weights())
     folder = RunFolder.create(config)
     folder.write_partition(partition_report(worker.partition, worker.dataset))
-    Federation(config, grid, folder, worker).run(on_round)
+    Federation(config, grid, worker, strategy, folder).run(arrays, on_round)
     return folder

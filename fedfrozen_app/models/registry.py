@@ -267,6 +267,11 @@ def _load_fitting(
     ]
     if any(problems):
         raise ConfigError(_does_not_fit(origin, name, [text for text in problems if text]))
+    broken = [key for key in own if not torch.isfinite(state_dict[key]).all()]
+    if broken:
+        raise ConfigError(
+            f"{origin} has non-finite values, first in {broken[0]!r}; use another file"
+        )
     model.load_state_dict(state_dict, strict=False)
 
 

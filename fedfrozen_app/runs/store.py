@@ -2,7 +2,7 @@
 
 ``config.json`` resolved config, versions, seed, git revision; ``metrics.jsonl`` one line a
 round, round 0 = before training; ``partition.json``; ``model.safetensors`` the whole final
-model under the library's own names.
+model under the library's own names; ``failure.txt`` only if the run stopped early.
 """
 
 import importlib.metadata
@@ -18,12 +18,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
-import safetensors.torch
 import torch
 
 from fedfrozen_app.config import ConfigError, RunConfig
+from fedfrozen_app.tensor_file import write_tensors
 
 REVISION_VARIABLE = "FEDFROZEN_REVISION"
+FAILURE = "failure.txt"
 PACKAGES = ("fedfrozen", "flwr", "torch", "torchvision", "timm", "numpy")
 
 
@@ -118,9 +119,17 @@ class RunFolder:
 
     def save_model(self, arrays: Mapping[str, torch.Tensor]) -> None:
         """Write the whole model to ``model.safetensors``."""
-        own = {name: tensor.detach().cpu().contiguous() for name, tensor in arrays.items()}
         with atomic_path(self.path / "model.safetensors") as temporary:
-            safetensors.torch.save_file(own, str(temporary), metadata={"format": "pt"})
+            write_tensors(temporary, arrays)
+
+    def write_failure(self, reason: str) -> None:
+        """Write why the run stopped to ``failure.txt``."""
+        (self.path / FAILURE).write_text(reason + "\n")
+
+    def failure(self) -> str | None:
+        """Return why the run stopped, None if it did not say."""
+        path = self.path / FAILURE
+        return path.read_text().strip() if path.exists() else None
 
     def metrics(self) -> list[RoundMetrics]:
         """Read ``metrics.jsonl``."""

@@ -20,6 +20,7 @@ from flwr.supercore import log
 
 from fedfrozen_app.models.selection import Selection
 from fedfrozen_app.strategies.replies import (
+    Addressees,
     Layout,
     RoundReport,
     accepted,
@@ -82,6 +83,7 @@ class ServerRule(FlowerFedAvg):
         self.min_replies = min_replies
         self.report = RoundReport()
         self._grid: Grid | None = None
+        self._sent: list[Message] = []
         self._global: Tensors = {}
         self._expected: Layout = {}
 
@@ -141,9 +143,9 @@ class ServerRule(FlowerFedAvg):
         """Sample the round's clients and address a train message to each."""
         self._grid = grid
         self._global, self._expected = to_tensors(arrays), layout_of(arrays)
-        messages = list(self._messages(server_round, arrays, config, grid, MessageType.TRAIN))
-        self.report = RoundReport(cohort=len(messages))
-        return messages
+        self._sent = list(self._messages(server_round, arrays, config, grid, MessageType.TRAIN))
+        self.report = RoundReport(cohort=len(self._sent))
+        return list(self._sent)
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -161,14 +163,17 @@ class ServerRule(FlowerFedAvg):
         QuorumError
             If fewer than ``min_replies`` of the cohort replied usably.
         """
+        client = Addressees(self._sent)
         good = accepted(
-            in_client_order(self._grid, replies),
+            in_client_order(self._grid, replies, client),
             self._expected,
             self.weighted_by_key,
             server_round,
             self.report,
+            client,
         )
         arrays = self.aggregate(self._global, map(self._update, good))
+        self._sent, self._global = [], {}  # they hold the old model in memory
         check_quorum(self.report, self.min_replies, server_round)
         if arrays is None:
             return None, None

@@ -25,10 +25,11 @@ from flwr.serverapp.strategy import Result, Strategy
 from flwr.supercore import log
 
 from fedfrozen_app.config import DEFAULT_WARMUP_RATIO
-from fedfrozen_app.models.selection import Selection
+from fedfrozen_app.models.selection import Selection, value_rows
 from fedfrozen_app.strategies.base import ServerRule, Tensors
 from fedfrozen_app.strategies.fedavg import FedAvg
 from fedfrozen_app.strategies.replies import (
+    Addressees,
     Layout,
     RoundReport,
     accepted,
@@ -38,7 +39,25 @@ from fedfrozen_app.strategies.replies import (
 from fedfrozen_app.strategies.schedule import FreezeSchedule
 from fedfrozen_app.transport.arrays import to_record, to_tensors
 from fedfrozen_app.transport.block import FrozenBlock
-from fedfrozen_app.transport.payload import first_arrays
+from fedfrozen_app.transport.payload import NUM_EXAMPLES, first_arrays
+
+
+def weight_key(strategy: Any) -> str:
+    """Return the metric a strategy weights replies by, looking into wrappers of wrappers."""
+    while strategy is not None:
+        if isinstance(key := getattr(strategy, "weighted_by_key", None), str):
+            return key
+        strategy = getattr(strategy, "strategy", None)
+    return NUM_EXAMPLES
+
+
+def check_value_rows(value_l2: float, arrays: ArrayRecord, selection: Selection) -> None:
+    """Raise ValueError if no value row trains under a selection."""
+    if not selection.locate(value_rows(arrays)):
+        raise ValueError(
+            f"value-l2={value_l2} has no effect with frozen={selection.spec}: all value rows are "
+            "frozen; set value-l2=0 or freeze something else, for example frozen=query-key"
+        )
 
 
 @dataclass
@@ -99,12 +118,14 @@ class FedFrozen(Strategy):
         self.timeout = 3600.0  # seconds for the replies of clients that are sent the block again
         self.state = FreezeState()
         self._frozen_spec = frozen
-        self._warmup_ratio = DEFAULT_WARMUP_RATIO if warmup_ratio is None else warmup_ratio
-        self._schedule = schedule
+        self._schedule, self._warmup_ratio = schedule, warmup_ratio
         if warmup_rounds is not None:
             self._schedule = FreezeSchedule.warmup(warmup_rounds, frozen)
+        elif schedule is None and warmup_ratio is None:
+            self._warmup_ratio = DEFAULT_WARMUP_RATIO
         self._selection: Selection | None = None  # None: everything is trained
         self._selected = ""  # spec of _selection
+        self._sent: list[Message] = []
         self._report = RoundReport()
         self._grid: Grid | None = None
         self._expected: Layout = {}
@@ -138,14 +159,23 @@ class FedFrozen(Strategy):
         evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
     ) -> Result:
         """Run the federation as Flower's ``Strategy.start`` does."""
-        if self._schedule is None:
+        if self._warmup_ratio is not None:
             warmup = round(self._warmup_ratio * num_rounds)
             self._schedule = FreezeSchedule.warmup(warmup, self._frozen_spec)
-        self.schedule.check(initial_arrays)
-        self.timeout = timeout
+        self.check(initial_arrays)
+        # a second run with the same object starts afresh
+        self.state, self._selection, self._selected = FreezeState(), None, ""
+        self._dtypes, self.timeout = {}, timeout
         return super().start(
             grid, initial_arrays, num_rounds, timeout, train_config, evaluate_config, evaluate_fn
         )
+
+    def check(self, arrays: ArrayRecord) -> None:
+        """Raise ValueError, before any training, if a stage cannot work with this model."""
+        for spec in self.schedule.specs():
+            selection = Selection.build(spec, arrays)
+            if self.value_l2 > 0 and not selection.is_all:
+                check_value_rows(self.value_l2, arrays, selection)
 
     def is_frozen(self, server_round: int) -> bool:
         """Whether some entry is frozen in a round."""
@@ -205,28 +235,37 @@ class FedFrozen(Strategy):
     def _shown(self, server_round: int, arrays: ArrayRecord) -> tuple[ArrayRecord, ArrayRecord]:
         """Return what the inner strategy sees and what travels."""
         self._enter(server_round, arrays)
-        if self._selection is None:
-            return arrays, arrays
-        active = to_record(self._selection.split(self._tensors(arrays))[0])
-        return (active if isinstance(self.strategy, ServerRule) else arrays), active
+        tensors = self._tensors(arrays)
+        if self._selection is not None:
+            active = to_record(self._selection.split(tensors)[0])
+            return (active if isinstance(self.strategy, ServerRule) else arrays), active
+        same = all(tensors[name] is tensor for name, tensor in to_tensors(arrays).items())
+        return arrays, arrays if same else to_record(tensors)
 
     def _dress(self, messages: Iterable[Message], active: ArrayRecord, grid: Grid) -> list[Message]:
         stock = not isinstance(self.strategy, ServerRule)
         self._grid, self._expected = grid, layout_of(active, any_float=stock)
-        if self.state.block is None:
-            return list(messages)
-        return self.state.block.dress(messages, active, self.state.spec, self.value_l2)
+        self._sent = list(messages)
+        for message in self._sent:
+            name, record = first_arrays(message.content)
+            if record is not active:
+                message.content = RecordDict({**message.content, name: active})
+        if self.state.block is not None:
+            self.state.block.dress(self._sent, self.state.spec, self.value_l2)
+        return list(self._sent)
 
     # --- up ---------------------------------------------------------------------------
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Let the inner strategy average; return whole models, frozen entries untouched."""
-        stream = in_client_order(self._grid, self._complete(replies))
+        client = Addressees(self._sent)
+        stream = in_client_order(self._grid, self._complete(replies), client)
         if isinstance(self.strategy, ServerRule):
             arrays, metrics = self.strategy.aggregate_train(server_round, stream)
         else:
-            arrays, metrics = self._aggregate_stock(server_round, stream)
+            arrays, metrics = self._aggregate_stock(server_round, stream, client)
+        self._sent = []  # they hold the old model in memory
         if arrays is None or self._selection is None or self.state.block is None:
             return arrays, metrics
         active = to_tensors(arrays)
@@ -241,11 +280,11 @@ class FedFrozen(Strategy):
         return self.strategy.aggregate_evaluate(server_round, list(self._complete(replies)))
 
     def _aggregate_stock(
-        self, server_round: int, replies: Iterable[Message]
+        self, server_round: int, replies: Iterable[Message], client: Addressees
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Show a stock strategy the usable replies, as whole models."""
-        weight_key = getattr(self.strategy, "weighted_by_key", "num-examples")
-        good = list(accepted(replies, self._expected, weight_key, server_round, self._report))
+        key, report = weight_key(self.strategy), self._report
+        good = list(accepted(replies, self._expected, key, server_round, report, client))
         if self._selection is not None and self.state.block is not None:
             for reply in good:
                 name, record = first_arrays(reply.content)

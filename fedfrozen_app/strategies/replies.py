@@ -15,6 +15,7 @@ from flwr.supercore import log
 from fedfrozen_app.transport.arrays import to_tensors
 from fedfrozen_app.transport.payload import SERVER_ROUND, client_of, missing_digest
 
+NON_FINITE = "non-finite values"
 ANSI_STYLE = re.compile(r"\x1b\[[0-9;]*m")
 Layout = dict[str, tuple[tuple[int, ...], str]]  # shape and dtype (a glob) by entry
 
@@ -126,7 +127,7 @@ def _array_refusal(content: RecordDict, expected: Layout) -> str | None:
         if tuple(tensor.shape) != expected[name][0]:
             return f"{name} holds {list(tensor.shape)}, but says {list(expected[name][0])}"
         if not is_finite(tensor):
-            return f"{name} has non-finite values"
+            return f"{name} has {NON_FINITE}"
     return None
 
 
@@ -137,11 +138,38 @@ def is_finite(tensor: torch.Tensor) -> bool:
     return bool(torch.isfinite(tensor).all())
 
 
-def in_client_order(grid: Grid | None, replies: Iterable[Message]) -> Iterable[Message]:
+class Addressees:
+    """Which client a reply belongs to, error replies included, from the messages sent.
+
+    A reply with content says so itself. An error reply has none: it is known by the
+    message it answers, or by its node where that serves one client of the round.
+    """
+
+    def __init__(self, sent: Iterable[Message]) -> None:
+        self._by_message: dict[str, int] = {}
+        self._by_node: dict[int, set[int]] = {}
+        for message in sent:
+            meta = message.metadata
+            client = client_of(message, meta.dst_node_id)
+            self._by_node.setdefault(meta.dst_node_id, set()).add(client)
+            if meta.message_id:  # set when the message went out
+                self._by_message[meta.message_id] = client
+
+    def __call__(self, reply: Message) -> int:
+        """Return the client's id, or the node's where nothing else is known."""
+        meta = reply.metadata
+        known = self._by_message.get(meta.reply_to_message_id)
+        if known is None:
+            clients = self._by_node.get(meta.src_node_id, set())
+            known = next(iter(clients)) if len(clients) == 1 else meta.src_node_id
+        return client_of(reply, known)
+
+
+def in_client_order(
+    grid: Grid | None, replies: Iterable[Message], client: Callable[[Message], int]
+) -> Iterable[Message]:
     """Return replies in client order: as they come from an ordered grid, else sorted."""
-    if getattr(grid, "ordered", False):
-        return replies
-    return sorted(replies, key=lambda reply: client_of(reply, reply.metadata.src_node_id))
+    return replies if getattr(grid, "ordered", False) else sorted(replies, key=client)
 
 
 def accepted(
@@ -150,13 +178,13 @@ def accepted(
     weight_key: str,
     server_round: int,
     report: RoundReport,
+    client: Callable[[Message], int],
 ) -> Iterator[Message]:
     """Yield the replies that may enter the model; count and log the others in ``report``."""
     for reply in replies:
-        client = client_of(reply, reply.metadata.src_node_id)
         if reason := refusal(reply, expected, weight_key, server_round):
-            report.refused.append(f"client {client}: {reason}")
-            log(WARNING, "round %d: reply of client %d dropped: %s", server_round, client, reason)
+            report.refused.append(f"client {client(reply)}: {reason}")
+            log(WARNING, "round %d: reply of %s dropped", server_round, report.refused[-1])
             continue
         metrics = next(iter(reply.content.metric_records.values()))
         report.clients += 1
@@ -172,6 +200,8 @@ def check_quorum(report: RoundReport, min_replies: float, server_round: int) -> 
         return
     unheard = report.cohort - report.clients - len(report.refused)
     reasons = report.refused[:3] + ([f"{unheard} gave no reply"] if unheard > 0 else [])
+    if any(NON_FINITE in reason for reason in report.refused):
+        reasons.append("training diverges: lower lr or set clip-norm")
     raise QuorumError(
         f"round {server_round}: {report.clients} of {report.cohort} replies are usable, "
         f"{needed} are required (min-replies={min_replies}); " + "; ".join(reasons)

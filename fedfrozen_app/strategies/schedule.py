@@ -1,10 +1,7 @@
 """When which entries are frozen."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Self
-
-from fedfrozen_app.models.selection import Selection
+from typing import Self
 
 ALL = "all"
 
@@ -41,7 +38,6 @@ class FreezeSchedule:
         """Return the selection in force in a round (1, 2, ...)."""
         return [spec for first, spec in self.stages if first <= max(server_round, 1)][-1]
 
-    def check(self, entries: Mapping[str, Any]) -> None:
-        """Build the selection of every stage, so that a wrong name fails before training."""
-        for _, spec in self.stages:
-            Selection.build(spec, entries)
+    def specs(self) -> list[str]:
+        """Return the selection of every stage."""
+        return [spec for _, spec in self.stages]

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
 from fedfrozen_app.config import ConfigError, RunConfig
 from fedfrozen_app.data.cache import cache_root, cached, content_key
@@ -23,6 +22,7 @@ from fedfrozen_app.data.datasets import ImageDataset
 from fedfrozen_app.data.images import ImageExamples, Preprocessor
 from fedfrozen_app.data.partition import Partition
 from fedfrozen_app.models.registry import create_model, model_spec
+from fedfrozen_app.tensor_file import write_tensors
 from fedfrozen_app.training.local import LocalTraining, resolve_device, train
 
 logger = logging.getLogger(__name__)
@@ -109,7 +109,7 @@ def _train_base(
         "base weights: %d public examples, %d steps, training loss %.3f, %.1f s",
         *(result.num_examples, result.steps, result.train_loss, result.seconds),
     )
-    save_file({key: value.cpu().contiguous() for key, value in model.state_dict().items()}, path)
+    write_tensors(path, model.state_dict())
     return {"sha256": _sha256(path), **asdict(result)}
 
 

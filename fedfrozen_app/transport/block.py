@@ -11,7 +11,7 @@ from logging import INFO
 from typing import Any, Self
 
 import torch
-from flwr.app import ArrayRecord, Message, RecordDict
+from flwr.app import Message
 from flwr.serverapp import Grid
 from flwr.supercore import log
 
@@ -20,7 +20,6 @@ from fedfrozen_app.transport.frozen_cache import digest
 from fedfrozen_app.transport.payload import (
     attach_frozen,
     client_of,
-    first_arrays,
     mark,
     missing_digest,
 )
@@ -44,21 +43,16 @@ class FrozenBlock:
         """Make a block that no client holds yet."""
         return cls(tensors, digest(tensors))
 
-    def dress(
-        self, messages: Iterable[Message], active: ArrayRecord, selection: str, value_l2: float
-    ) -> list[Message]:
-        """Reduce a round's messages to the active entries, with the block for who lacks it."""
-        dressed, block = list(messages), to_record(self.tensors)
+    def dress(self, messages: Iterable[Message], selection: str, value_l2: float) -> None:
+        """Name the selection and the block in a round's messages; add it for who lacks it."""
+        block = to_record(self.tensors)
         self._sent = {}
-        for message in dressed:
-            name, _ = first_arrays(message.content)
-            message.content = RecordDict({**message.content, name: active})
+        for message in messages:
             mark(message, selection, self.digest, value_l2)
             client = client_of(message, message.metadata.dst_node_id)
             self._sent[client] = message
             if client not in self.holders:
                 attach_frozen(message, block)
-        return dressed
 
     def complete(self, replies: Iterable[Message], grid: Grid, timeout: float) -> Iterator[Message]:
         """Yield the replies; where one asks for the block, send it and yield the next reply.
@@ -71,6 +65,7 @@ class FrozenBlock:
                 yield from self._answer([reply], grid, timeout)
         else:
             yield from self._answer(replies, grid, timeout)
+        self._sent = {}  # they hold the old model in memory
 
     def _answer(self, replies: Iterable[Message], grid: Grid, timeout: float) -> Iterator[Message]:
         again = []

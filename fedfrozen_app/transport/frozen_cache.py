@@ -10,11 +10,15 @@ import hashlib
 import os
 import tempfile
 from collections.abc import Mapping
+from logging import WARNING
 from pathlib import Path
 
 import safetensors.torch
 import torch
+from flwr.supercore import log
 from safetensors import SafetensorError
+
+from fedfrozen_app.tensor_file import write_tensors
 
 DEFAULT_CAPACITY_BYTES = 8 * 2**30
 
@@ -61,7 +65,7 @@ class FrozenCache:
         path = self.path(key)
         try:
             tensors = safetensors.torch.load_file(path)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
         except (SafetensorError, OSError):
             tensors = {}
@@ -73,21 +77,28 @@ class FrozenCache:
         return tensors
 
     def put(self, key: str, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Store a block whose digest the caller has verified; atomic, any number of writers."""
+        """Store a block whose digest the caller has verified; atomic, any number of writers.
+
+        A folder that is full or read-only is a warning: the block is sent again when needed.
+        """
         path = self.path(key)
         if path.exists():
             return
+        try:
+            self._write(path, tensors)
+            self._evict(keep=path)
+        except OSError as error:
+            log(WARNING, "the frozen block is not kept, so it must be sent again: %s", error)
+
+    def _write(self, path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=self.folder, prefix=".writing-")
         os.close(handle)
         try:
-            # save() would store a view's whole storage or refuse shared ones
-            own = {entry: tensor.detach().cpu().clone() for entry, tensor in tensors.items()}
-            safetensors.torch.save_file(own, name)
+            write_tensors(Path(name), tensors)
             os.replace(name, path)
         finally:
             Path(name).unlink(missing_ok=True)
-        self._evict(keep=path)
 
     def _evict(self, keep: Path) -> None:
         """Remove the blocks used longest ago until the rest fits."""

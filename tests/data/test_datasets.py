@@ -59,11 +59,6 @@ def test_digits_split_does_not_follow_the_seed(run_config, tmp_path):
     assert torch.equal(first.train.images, second.train.images)
 
 
-def test_digits_refuse_a_folder_that_they_would_not_read(run_config, birds):
-    with pytest.raises(ConfigError, match="digits is bundled.*set dataset to"):
-        load_dataset(run_config(data_dir=str(birds)))
-
-
 # --- a local folder ---------------------------------------------------------------------
 def test_folder_gives_its_pixels_and_sorted_string_classes(run_config, birds):
     data = load_dataset(run_config(dataset="birds", data_dir=str(birds)))

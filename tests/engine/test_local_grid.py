@@ -1,4 +1,5 @@
 import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -132,17 +133,25 @@ def test_counts_below_one_are_refused(name: str) -> None:
         LocalGrid(app, **arguments)
 
 
-def test_a_parcel_brings_arrays_across_and_leaves_no_file() -> None:
+def test_a_parcel_brings_arrays_across_and_leaves_no_file(tmp_path: Path) -> None:
     content = {"odd": np.arange(7, dtype=np.uint8), "w": np.arange(13.0), "empty": np.zeros(0)}
-    parcel = handover.pack(content)
+    parcel = handover.pack(content, tmp_path)
     assert os.path.exists(parcel.path)
     back = handover.unpack(parcel)
     assert not os.path.exists(parcel.path)
     assert all(np.array_equal(back[name], values) for name, values in content.items())
     assert back["w"].ctypes.data % 64 == 0 and back["w"].flags.writeable
-    dropped = handover.pack(content)
-    handover.discard(dropped)
-    assert not os.path.exists(dropped.path)
+    assert handover.unpack(handover.pack("no arrays", tmp_path)) == "no arrays"
+
+
+def test_closing_frees_what_was_never_read() -> None:
+    grid = LocalGrid("tests.engine.test_local_grid:app", 5, jobs=2)
+    replies = iter(grid.send_and_receive(messages(grid, [1, 2, 3, 4, 5])))
+    next(replies)
+    folder = grid._folder
+    assert folder.is_dir()
+    grid.close()
+    assert not folder.exists()
 
 
 def test_the_ledger_counts_both_directions_and_resets() -> None:

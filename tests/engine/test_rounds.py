@@ -21,7 +21,6 @@ from fedfrozen_app.transport.arrays import TensorArray
 SMALL: dict[str, Any] = {
     "num-clients": 3,
     "rounds": 3,
-    "local-epochs": 1,
     "max-train-examples": 251,
     "max-test-examples": 97,
     "weights": "none",
@@ -239,6 +238,7 @@ def test_a_run_below_the_quorum_stops_with_everything_saved(
     with pytest.raises(QuorumError, match="round 2: 1 of 3.*no power"):
         Run(tmp_path, cache, run_name="broken", warmup_rounds=2)
     folder = RunFolder(tmp_path / "broken")
+    assert (folder.failure() or "").startswith("QuorumError: round 2: 1 of 3")
     assert [line.round for line in folder.metrics()] == [0, 1]
     saved = safetensors.torch.load_file(folder.path / "model.safetensors")
     monkeypatch.undo()
@@ -269,4 +269,14 @@ def test_a_frozen_pattern_that_matches_nothing_is_an_error_before_training(
 ) -> None:
     with pytest.raises(ValueError, match="blocks.9"):
         Run(tmp_path, cache, frozen="blocks.9.*", warmup_rounds=2)
-    assert not list(tmp_path.glob("*/metrics.jsonl"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_clients_without_data_are_never_sampled(tmp_path: Path, cache: str) -> None:
+    run = Run(
+        tmp_path, cache, num_clients=60, alpha=0.01, min_partition_size=0, local_steps=1, rounds=1,
+        warmup_rounds=0, frozen="query-key",
+    )  # fmt: skip
+    empty = sum(len(rows) == 0 for rows in resident(run.config).partition.clients)
+    assert empty > 20
+    assert (run.metrics[1].clients, run.metrics[1].dropped) == (60 - empty, 0)

@@ -1,7 +1,7 @@
 """A federation without a model: clients add known numbers to the entries they are sent."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -30,6 +30,7 @@ SHAPES = {
     "head.bias": (5,),
 }
 QKV, HEAD = "blocks.0.attn.qkv.weight", "head.weight"
+COUNTER = "norm.num_batches_tracked"
 WHOLE_BYTES = 4 * (7 + 147 + 21 + 35 + 5)
 FROZEN_BYTES = 4 * (2 * 7 * 7 + 2 * 7)
 ACTIVE_BYTES = WHOLE_BYTES - FROZEN_BYTES
@@ -55,6 +56,7 @@ class Federation:
     num_clients: int = 3
     tamper: Tamper | None = None
     shared_cache: bool = False
+    counter: bool = False  # the model has an integer entry
     seen: list[tuple[int, int, str]] = field(default_factory=list)
     whole: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)
 
@@ -75,10 +77,14 @@ class Federation:
             return missing_reply(message, str(missing))
         server_round = int(payload.config["server-round"])
         self.seen.append((server_round, client, payload.selection))
-        selection = Selection.build(payload.selection, _shapes())
+        # a client's model is fp32 and int64, whatever it is sent
+        active = {k: v.long() if k == COUNTER else v.float() for k, v in payload.active.items()}
+        payload = replace(payload, active=active)
+        selection = Selection.build(payload.selection, _shapes(self.counter))
         whole = selection.merge(payload.active, payload.frozen or {})
         self.whole[client] = {name: tensor.clone() for name, tensor in whole.items()}
-        arrays = {name: tensor + 0.1 * (client + 1) for name, tensor in payload.active.items()}
+        step = 0.1 * (client + 1)
+        arrays = {k: v + (2 if k == COUNTER else step) for k, v in payload.active.items()}
         if self.tamper is not None:
             arrays = self.tamper(server_round, client, arrays) or arrays  # type: ignore[assignment]
         metrics = {"num-examples": client + 1, "train_loss": 0.5 * client}
@@ -104,5 +110,6 @@ class Federation:
         return to_tensors(arrays), traffic
 
 
-def _shapes() -> dict[str, torch.Tensor]:
-    return {name: torch.empty(shape, device="meta") for name, shape in SHAPES.items()}
+def _shapes(counter: bool) -> dict[str, torch.Tensor]:
+    shapes = {**SHAPES, COUNTER: ()} if counter else SHAPES
+    return {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}

@@ -5,15 +5,17 @@ import numpy as np
 import pytest
 import torch
 from flwr.app import Message
+from flwr.serverapp.strategy import DifferentialPrivacyServerSideFixedClipping, Strategy
 from flwr.serverapp.strategy import FedAdam as FlowerFedAdam
 from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 from flwr.serverapp.strategy import FedAvgM as FlowerFedAvgM
-from flwr.serverapp.strategy import Strategy
 
 from fedfrozen_app.strategies import FedAvg, FedFrozen, FreezeSchedule
+from fedfrozen_app.strategies.fedfrozen import weight_key
 from fedfrozen_app.transport.arrays import to_record, to_tensors
 from tests.strategies.federation import (
     ACTIVE_BYTES,
+    COUNTER,
     FROZEN_BYTES,
     HEAD,
     QKV,
@@ -113,6 +115,46 @@ def test_a_stock_strategy_that_returns_fp64_keeps_clients_of_fp32_and_their_byte
     assert [traffic.bytes_up for traffic in sent[2:]] == [3 * ACTIVE_BYTES] * 2
     assert sent[3].bytes_down == 3 * ACTIVE_BYTES
     assert {tensor.dtype for tensor in after.values()} == {torch.float32}
+
+
+@pytest.mark.parametrize("kind", STOCK)
+def test_a_stock_strategy_with_counters_keeps_all_replies_before_and_after_the_freeze(
+    tmp_path: Path, kind: type[Strategy]
+) -> None:
+    # stock strategies average integers into fp64; clients hold and reply int64
+    federation = Federation(tmp_path, counter=True)
+    start = {**initial(), COUNTER: torch.tensor(5)}
+    strategy = FedFrozen(stock(kind), warmup_rounds=2)
+    arrays = to_record(start)
+    for server_round in (1, 2, 3, 4):
+        arrays, sent = federation.round(strategy, server_round, arrays)
+        assert strategy.report.dropped == 0
+        both = (sent.bytes_down, sent.bytes_up)
+        block = 3 * FROZEN_BYTES if server_round == 3 else 0
+        each = 3 * (8 + (WHOLE_BYTES if server_round < 3 else ACTIVE_BYTES))
+        assert both == (each + block, each)
+
+
+def test_a_second_start_with_the_same_object_is_a_run_of_its_own(tmp_path: Path) -> None:
+    def run(strategy: FedFrozen, seed: int, rounds: int) -> dict[str, np.ndarray]:
+        federation = Federation(tmp_path / str(seed))
+        start = to_record(initial(seed))
+        result = strategy.start(federation.grid, start, num_rounds=rounds)
+        return {name: array.numpy() for name, array in result.arrays.items()}
+
+    used = FedFrozen(warmup_ratio=0.5, fraction_evaluate=0.0)
+    run(used, 3, 2)
+    again = run(used, 5, 6)
+    fresh = run(FedFrozen(warmup_ratio=0.5, fraction_evaluate=0.0), 5, 6)
+    assert used.schedule.stages == ((1, "all"), (4, "query-key"))
+    assert all(np.array_equal(again[name], fresh[name]) for name in fresh)
+
+
+def test_the_weight_key_of_a_wrapped_wrapper_counts(tmp_path: Path) -> None:
+    inner = FlowerFedAvg(weighted_by_key="n")
+    wrapped = DifferentialPrivacyServerSideFixedClipping(inner, 0.0, 1e6, 3)
+    assert weight_key(wrapped) == weight_key(inner) == "n"
+    assert weight_key(FlowerFedAvg()) == weight_key(object()) == "num-examples"
 
 
 def test_a_schedule_may_thaw_again(tmp_path: Path) -> None:

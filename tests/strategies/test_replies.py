@@ -4,9 +4,17 @@ from typing import Any
 import pytest
 import torch
 from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
 
+from fedfrozen_app.engine.local_grid import LocalGrid
 from fedfrozen_app.strategies import FedAvg, FedFrozen
-from fedfrozen_app.strategies.replies import in_client_order, is_finite, layout_of, refusal
+from fedfrozen_app.strategies.replies import (
+    Addressees,
+    in_client_order,
+    is_finite,
+    layout_of,
+    refusal,
+)
 from fedfrozen_app.transport.arrays import to_record
 from fedfrozen_app.transport.payload import missing_reply, train_reply
 from tests.strategies.federation import Federation, initial
@@ -80,10 +88,24 @@ def test_large_finite_values_are_finite_although_their_sum_is_not() -> None:
 
 def test_replies_of_an_unordered_grid_are_sorted_by_client(tmp_path: Path) -> None:
     replies = [reply_of(tmp_path, client) for client in (2, 0, 1)]
-    said = [reply.content["reply"]["partition-id"] for reply in in_client_order(None, replies)]
-    assert said == [0, 1, 2]
+    client = Addressees([])
+    ordered = in_client_order(None, replies, client)
+    assert [reply.content["reply"]["partition-id"] for reply in ordered] == [0, 1, 2]
     grid = Federation(tmp_path).grid
-    assert in_client_order(grid, replies) is replies
+    assert in_client_order(grid, replies, client) is replies
+
+
+def test_an_error_reply_is_known_by_its_message_or_its_node(tmp_path: Path) -> None:
+    grid = LocalGrid(ClientApp(), 3)  # this app answers everything with an error
+    content = [RecordDict({"config": ConfigRecord({"partition-id": i})}) for i in (40, 50, 60)]
+    sent = [Message(content[i], node, "train") for i, node in enumerate((3, 3, 2))]
+    replies = list(grid.send_and_receive(sent))
+    assert all(reply.has_error() for reply in replies)
+    assert [Addressees(sent)(reply) for reply in replies] == [40, 50, 60]
+    for reply in replies:
+        reply.metadata.__dict__["_reply_to_message_id"] = "unknown"
+    # node 3 serves two clients, so only its own id is left to say
+    assert [Addressees(sent)(reply) for reply in replies] == [3, 3, 60]
 
 
 def test_whoever_asks_for_another_block_than_the_one_in_force_gets_none(tmp_path: Path) -> None:

@@ -451,17 +451,21 @@ def test_evaluation_needs_examples():
 def test_settings_are_the_run_configs_keys():
     keys = {
         "local-epochs": 3,
-        "local-steps": 5,
         "batch-size": 7,
-        "optimizer": "adamw",
         "lr": 0.11,
         "momentum": 0.13,
         "weight-decay": 0.17,
         "clip-norm": 0.19,
         "precision": "bf16",
     }
-    settings = LocalTraining.from_config(RunConfig.from_mapping(keys))
-    assert tuple(vars(settings).values()) == tuple(keys.values())
+    settings = vars(LocalTraining.from_config(RunConfig.from_mapping(keys)))
+    other = LocalTraining.from_config(RunConfig(local_steps=5, optimizer="adamw"))
+    assert (other.steps, other.optimizer) == (5, "adamw")
+    assert settings == {
+        "steps": 0,
+        "optimizer": "sgd",
+        **{key.removeprefix("local-").replace("-", "_"): value for key, value in keys.items()},
+    }
     assert LocalTraining.from_config(RunConfig()) == LocalTraining()
 
 

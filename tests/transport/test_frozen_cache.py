@@ -70,6 +70,17 @@ def test_a_damaged_file_counts_as_missing_and_is_removed(tmp_path: Path, damage:
     assert cache.get(key) is not None
 
 
+def test_a_folder_that_cannot_be_written_is_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("")
+    cache = FrozenCache(tmp_path / "file" / "cache")
+    with caplog.at_level("WARNING", logger="flwr"):
+        cache.put(digest(BLOCK), BLOCK)
+    assert "the frozen block is not kept" in caplog.text
+    assert cache.get(digest(BLOCK)) is None
+
+
 @pytest.mark.parametrize("key", ["", "../../etc/passwd", "G" * 64, "a" * 63, "A" * 64])
 def test_only_a_digest_becomes_a_file_name(tmp_path: Path, key: str) -> None:
     with pytest.raises(ValueError, match="64 hex digits"):

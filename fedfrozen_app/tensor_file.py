@@ -1,0 +1,34 @@
+"""Write tensors to safetensors files, with the errors of ordinary files."""
+
+import errno
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+
+
+def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Write a state dict; views are stored as they look, not with all of their storage.
+
+    Raises
+    ------
+    OSError
+        When the file cannot be written, for example because the disk is full.
+    """
+    own = {name: _standing_alone(tensor) for name, tensor in tensors.items()}
+    try:
+        safetensors.torch.save_file(own, path, metadata={"format": "pt"})
+    except SafetensorError as error:  # the library's word for an I/O error, too
+        code = re.search(r"os error (\d+)", str(error))
+        number = int(code[1]) if code else errno.EIO
+        raise OSError(number, os.strerror(number), str(path)) from None
+
+
+def _standing_alone(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous CPU tensor that owns its whole storage; a copy only if needed."""
+    own = tensor.detach().cpu().contiguous()
+    return own if own.untyped_storage().nbytes() == own.nbytes else own.clone()

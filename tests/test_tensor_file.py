@@ -1,0 +1,35 @@
+import errno
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+
+from fedfrozen_app.tensor_file import write_tensors
+
+
+def test_views_are_stored_as_they_look(tmp_path: Path) -> None:
+    whole = torch.arange(1000.0).reshape(100, 10)
+    write_tensors(tmp_path / "a", {"rows": whole[:3], "columns": whole[:, :2]})
+    back = safetensors.torch.load_file(tmp_path / "a")
+    assert torch.equal(back["rows"], whole[:3]) and torch.equal(back["columns"], whole[:, :2])
+    assert (tmp_path / "a").stat().st_size < 1200
+
+
+def test_an_error_of_the_library_keeps_the_systems_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*arguments: object, **options: object) -> None:
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(safetensors.torch, "save_file", full)
+    with pytest.raises(OSError, match="No space left on device") as caught:
+        write_tensors(tmp_path / "a", {"w": torch.zeros(3)})
+    assert caught.value.errno == errno.ENOSPC
+
+
+def test_a_folder_that_does_not_exist_is_an_ordinary_error(tmp_path: Path) -> None:
+    with pytest.raises(OSError) as caught:
+        write_tensors(tmp_path / "none" / "a", {"w": torch.zeros(3)})
+    assert caught.value.errno == errno.ENOENT

@@ -57,8 +57,12 @@ def _row(lines: list[RoundMetrics], client: list[str]) -> list[str]:
         *client,
         format_bytes(sum(line.bytes_up for line in lines)),
         format_bytes(sum(line.bytes_down for line in lines)),
-        f"{sum(line.seconds_total for line in lines):.1f}",
+        _seconds(sum(line.seconds_total for line in lines)),
     ]
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.1f}" if value < 99.95 else f"{value:.0f}"
 
 
 def _number(value: float | None) -> str:

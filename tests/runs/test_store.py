@@ -1,3 +1,4 @@
+import io
 import json
 import os
 import stat
@@ -99,10 +100,17 @@ def test_bytes_in_three_digits(count: float, text: str) -> None:
     assert format_bytes(count) == text
 
 
+def test_long_runs_fit_the_table_as_well() -> None:
+    console = Console(width=80, record=True, file=io.StringIO())
+    long = [replace(line, seconds_total=987.65, bytes_up=293_154_856 * 20) for line in RUN]
+    console.print(closing_table(long, "name"))
+    text = console.export_text()
+    assert "…" not in text and " 1975" in text and " 4938" in text
+
+
 def test_the_closing_table_has_a_row_for_each_phase_within_80_columns() -> None:
-    console = Console(width=80, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
+    console = Console(width=80, record=True, file=io.StringIO())
     console.print(closing_table(RUN, "name"))
-    console.file.close()
     rows = [" ".join(line.split()) for line in console.export_text().splitlines()]
     assert "warm-up 1-2 0.1250 2.5000 1.00 kB 1.10 kB 6.00 kB 6.60 kB 1.0" in rows
     # the last tested round of the phase, and the bytes of its last round

@@ -1,7 +1,10 @@
 """The ``fedfrozen`` command."""
 
+import json
 import logging
 import signal
+import textwrap
+from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -9,9 +12,9 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from fedfrozen_app.config import (
+    NOT_YET,
     ConfigError,
     ConfigValue,
     RunConfig,
@@ -75,16 +78,29 @@ def run(
 ) -> None:
     """Run a federation; without arguments the bundled digits."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # clean up as after Ctrl-C
+    show_own_log()
     try:
         config = load_config(words, overrides, engine=engine)
+    except ConfigError as error:
+        fail(str(error), 2)
+    try:
         folder = run_flower(config) if config.engine == "flwr" else run_here(config)
     except ConfigError as error:
         fail(str(error), 2)
     except (ValueError, RuntimeError, OSError) as error:
         fail(f"{type(error).__name__}: {error}", 1)
     except KeyboardInterrupt:
-        fail("interrupted; finished rounds are in the run folder", 130)
+        fail(f"interrupted; finished rounds, if any, are in {config.run_dir}", 130)
     show_result(folder)
+
+
+def show_own_log() -> None:
+    """Print what this package logs, for example that images are decoded once."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    logger = logging.getLogger("fedfrozen_app")
+    logger.handlers = [handler]
+    logger.setLevel(logging.INFO)
 
 
 def run_here(config: RunConfig) -> Path:
@@ -121,8 +137,11 @@ def run_here(config: RunConfig) -> Path:
 def run_flower(config: RunConfig) -> Path:
     """Run through Flower's own runtime and return the run folder."""
     from fedfrozen_app.engine.flower import run_with_flower
-    from fedfrozen_app.runs.store import RunFolder, free_name
+    from fedfrozen_app.engine.rounds import prepare
+    from fedfrozen_app.runs.store import RunFolder, check_free, free_name
 
+    check_free(config)
+    prepare(config)  # what is wrong is said here, not by a process of Flower's runtime
     config = config.model_copy(update={"run_name": free_name(config)})
     code = run_with_flower(config, lambda line: console.print(line, markup=False, highlight=False))
     path = Path(config.run_dir) / config.run_name
@@ -148,21 +167,20 @@ def show_config(words: Words = None, overrides: Overrides = None) -> None:
         config = load_config(words, overrides)
     except ConfigError as error:
         fail(str(error), 2)
-    table = Table("key", "type", "value", "meaning")
     values, resolved = config.to_mapping(), config.resolved()
     for key, field in zip(RunConfig.keys(), RunConfig.model_fields.values(), strict=True):
-        value = str(values[key]) or "(empty)"
+        line = f"{key} = {json.dumps(values[key])}"
         if key in resolved and resolved[key] != values[key]:
-            value += f" = {resolved[key]}"
-        table.add_row(
-            key, type_name(field.annotation), escape(value), escape(field.description or "")
-        )
-    console.print(table)
+            line += f"  (here {json.dumps(resolved[key])})"
+        typer.echo(line)
+        missing = NOT_YET.get(key.replace("-", "_"), ())
+        meaning = f"{type_name(field.annotation, missing)}: {field.description}"
+        typer.echo(textwrap.indent(textwrap.fill(meaning, 84), "    "))
 
 
-def type_name(annotation: object) -> str:
-    """Return a short name of a config key's type."""
-    choices = getattr(annotation, "__args__", ())
+def type_name(annotation: object, missing: Collection[str] = ()) -> str:
+    """Return a short name of a config key's type, choices that are missing left out."""
+    choices = [choice for choice in getattr(annotation, "__args__", ()) if choice not in missing]
     return " | ".join(map(str, choices)) if choices else getattr(annotation, "__name__", "str")
 
 
@@ -175,8 +193,6 @@ def partition(
     ),
 ) -> None:
     """Divide a data set among the clients and draw who holds what."""
-    import json
-
     from fedfrozen_app.data.datasets import load_dataset
     from fedfrozen_app.data.partition import draw_partition, make_partition, partition_report
 

@@ -10,7 +10,6 @@ from fedfrozen_app.transport.payload import (
     PARTITION_ID,
     REPLY,
     SERVER_ROUND,
-    VALUE_L2,
     MissingFrozenBlock,
     missing_reply,
     open_payload,
@@ -34,7 +33,7 @@ def train(message: Message, context: Context) -> Message:
     result = worker.train(
         partition_id,
         int(config[SERVER_ROUND]),  # type: ignore[arg-type]
-        float(config.get(VALUE_L2, 0.0)),  # type: ignore[arg-type]
+        payload.value_l2,
     )
     metrics = {
         NUM_EXAMPLES: result.num_examples,

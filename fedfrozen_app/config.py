@@ -8,13 +8,21 @@ is written as ``"auto"`` for names and ``-1`` for numbers.
 
 import difflib
 import os
-import shlex
+import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
 
 ConfigValue = str | int | float | bool
 
@@ -50,6 +58,16 @@ ACTS_WITH = (
 )
 
 
+def rounds_of_ratio(ratio: float, rounds: int) -> int:
+    """Return the warm-up of a ratio, the nearest round.
+
+    A ratio between 0 and 1 leaves at least one round on each side of the freeze, where
+    there are two or more rounds.
+    """
+    nearest = round(ratio * rounds)
+    return min(max(nearest, 1), rounds - 1) if 0 < ratio < 1 else nearest
+
+
 def available_cores() -> int:
     """Return how many CPU cores this process may use."""
     if hasattr(os, "sched_getaffinity"):
@@ -74,6 +92,7 @@ class RunConfig(BaseModel):
         alias_generator=_kebab,
         populate_by_name=True,
         allow_inf_nan=False,
+        str_strip_whitespace=True,
     )
 
     # --- data -------------------------------------------------------------------------
@@ -152,9 +171,13 @@ class RunConfig(BaseModel):
         min_length=1,
         description="what the freeze stops training: query-key, value-head (all but value rows "
         "and head), head (all but the head), all (nothing is frozen), or name patterns; auto = "
-        "query-key with strategy=fedfrozen or a warm-up, else all",
+        "query-key with strategy=fedfrozen, else all",
     )
-    warmup_rounds: int = Field(-1, ge=-1, description="rounds before the freeze; -1 = not set")
+    warmup_rounds: int = Field(
+        -1,
+        ge=-1,
+        description="rounds before the freeze, for runs that freeze something; -1 = not set",
+    )
     warmup_ratio: float = Field(
         -1.0,
         ge=-1,
@@ -192,7 +215,9 @@ class RunConfig(BaseModel):
         "none", description="upload compression: none | int8 | int4 | topk:F | powersgd:R"
     )
     # --- execution --------------------------------------------------------------------
-    precision: Literal["fp32", "bf16"] = Field("fp32", description="bf16 = autocast in training")
+    precision: Literal["fp32", "bf16"] = Field(
+        "fp32", description="bf16 = autocast in training and testing"
+    )
     device: str = Field(
         "auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto, cpu, cuda or cuda:N"
     )
@@ -214,6 +239,14 @@ class RunConfig(BaseModel):
         "", description="decoded data, base weights and frozen blocks; empty = ~/.cache/fedfrozen"
     )
 
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_booleans(cls, value: Any) -> Any:
+        """Refuse true and false, which Python would take for the numbers 1 and 0."""
+        if isinstance(value, bool):
+            raise PydanticCustomError("boolean", "should not be true or false")
+        return value
+
     @model_validator(mode="after")
     def _check_together(self) -> Self:
         """Refuse keys that contradict each other or that would silently do nothing."""
@@ -230,12 +263,19 @@ class RunConfig(BaseModel):
     def _unavailable(self) -> Iterable[str]:
         for key, names in NOT_YET.items():
             if (value := getattr(self, key)) in names:
-                yield f"{key}={value} is not available in this version; choose another {key}"
+                yield f"{key}={value} is not available in this version; choose {self._can(key)}"
         if self.compression != "none":
             yield (
                 f"compression={self.compression} is not available in this version; "
                 "use compression=none"
             )
+
+    @classmethod
+    def _can(cls, key: str) -> str:
+        """Return the values of a key that this version has, as words."""
+        choices = getattr(cls.model_fields[key].annotation, "__args__", ())
+        names = [name for name in choices if name not in NOT_YET[key]]
+        return " or ".join(names) if names else f"another {key}"
 
     def _is_set(self, key: str) -> bool:
         """Whether a key has another value than its default."""
@@ -247,9 +287,10 @@ class RunConfig(BaseModel):
             value, having = (getattr(self, name.replace("-", "_")) for name in (key, other))
             if self._is_set(key) and having not in needed:
                 default = type(self).model_fields[key.replace("-", "_")].default
+                can = [name for name in needed if name not in NOT_YET.get(other, ())]
                 yield (
-                    f"{key}={value} has no effect with {other}={having}; leave it at {default} "
-                    f"or use {other}={' or '.join(needed)}"
+                    f"{key}={value} has no effect with {other}={having}; leave it at {default}"
+                    + (f" or use {other}={' or '.join(can)}" if can else "")
                 )
         if self.local_steps > 0 and self._is_set("local-epochs"):
             yield (
@@ -338,8 +379,7 @@ class RunConfig(BaseModel):
         """Return the selection of the second phase; ``all`` where nothing is ever frozen."""
         if self.frozen != "auto":
             return self.frozen
-        has_warmup = max(self.warmup_rounds, self.warmup_ratio) >= 0
-        return "query-key" if self.strategy == "fedfrozen" or has_warmup else "all"
+        return "query-key" if self.strategy == "fedfrozen" else "all"
 
     @property
     def resolved_warmup_rounds(self) -> int:
@@ -349,7 +389,7 @@ class RunConfig(BaseModel):
         if self.warmup_rounds >= 0:
             return self.warmup_rounds
         ratio = self.warmup_ratio if self.warmup_ratio >= 0 else DEFAULT_WARMUP_RATIO
-        return round(ratio * self.rounds)
+        return rounds_of_ratio(ratio, self.rounds)
 
     @property
     def freezes(self) -> bool:
@@ -370,7 +410,7 @@ class RunConfig(BaseModel):
         """Return the run folder's name."""
         if self.run_name != "auto":
             return self.run_name
-        data = self.dataset.replace("/", "-")
+        data = re.sub(r"[^A-Za-z0-9._=+-]+", "-", self.dataset).strip("-.") or "data"
         return f"{data}-{self.strategy}-seed{self.seed}"
 
     def resolved(self) -> dict[str, ConfigValue]:
@@ -438,30 +478,40 @@ def _explain(error: Any) -> str:
 
 
 def parse_overrides(texts: Iterable[str]) -> dict[str, ConfigValue]:
-    """Parse ``key=value`` texts; one text may hold several, separated by spaces."""
-    try:
-        words = [word for text in texts for word in shlex.split(text)]
-    except ValueError as error:
-        raise ConfigError(f"unbalanced quotes in {' '.join(texts)!r}: {error}") from None
-    return dict(map(parse_override, words))
+    """Parse ``key=value`` texts; one text may hold several, as ``"lr=0.1 rounds=3"``."""
+    pairs = [pair for text in texts for pair in re.split(r"\s+(?=[A-Za-z][\w-]*=)", text.strip())]
+    return dict(map(parse_override, pairs))
 
 
 def parse_override(text: str) -> tuple[str, ConfigValue]:
-    """Parse one ``key=value``; the value is read as TOML, else taken as a string."""
-    key, sign, raw = text.partition("=")
-    if not sign or not key.strip():
+    """Parse one ``key=value``; quotes around a value may be left out.
+
+    A key that takes a string gets the text as it stands; any other value is read as TOML.
+    """
+    key, sign, raw = (part.strip() for part in text.partition("="))
+    if not sign or not key:
         raise ConfigError(f"expected key=value, got {text!r}; for example lr=0.01")
+    quoted = len(raw) > 1 and raw[0] == raw[-1] and raw[0] in "'\""
+    field = RunConfig.model_fields.get(key.replace("-", "_"))
+    if field is not None and field.annotation is str:
+        return key, raw[1:-1] if quoted else raw
     try:
         value = tomllib.loads(f"v = {raw}")["v"]
     except tomllib.TOMLDecodeError:
-        value = raw.strip()
+        value = raw
     if not isinstance(value, str | int | float | bool):
         raise ConfigError(f"{key} takes a string, number or boolean, got {raw!r}")
-    return key.strip(), value
+    return key, value
 
 
 def read_experiment(path: Path) -> dict[str, Any]:
-    """Read the flat config keys of an experiment TOML; its ``[sweep]`` table is left out."""
+    """Read the flat config keys of an experiment TOML.
+
+    Raises
+    ------
+    ConfigError
+        If the file is missing, no TOML, or a grid of runs.
+    """
     try:
         content = tomllib.loads(path.read_text())
     except FileNotFoundError:
@@ -470,6 +520,9 @@ def read_experiment(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{str(path)!r} cannot be read: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"experiment file {str(path)!r} is not valid TOML: {error}") from None
-    if not isinstance(content.pop("sweep", {}), dict):
-        raise ConfigError(f"{str(path)!r}: sweep must be a table of lists, as in [sweep]")
+    if "sweep" in content:
+        raise ConfigError(
+            f"{str(path)!r} has a [sweep], which is a grid of runs, and this is one run; take it "
+            "out and give single values"
+        )
     return content

@@ -23,7 +23,7 @@ def home() -> Path:
 @app.main()
 def main(grid: Grid, context: Context) -> None:
     """Run the federation that the run config describes."""
-    config = RunConfig.from_mapping(context.run_config)
+    config = RunConfig.from_mapping(context.run_config, {"engine": "flwr"})
     run_dir = str(home() / config.run_dir)  # an absolute run-dir stands for itself
     config = config.model_copy(update={"run_dir": run_dir})
     folder = run_federation(config, grid, log_round)

@@ -26,7 +26,9 @@ def test_config_lists_every_key_and_what_auto_stands_for() -> None:
     code, out, _ = fedfrozen("config")
     assert code == 0
     assert [key for key in RunConfig.keys() if key not in out] == []
-    assert "auto = vit-digits" in out
+    assert 'model = "auto"  (here "vit-digits")' in out
+    assert "fedavg | fedfrozen:" in out  # only what this version has
+    assert max(map(len, out.splitlines())) <= 100
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from fedfrozen_app.config import (
     read_experiment,
 )
 
+EXPERIMENTS = sorted((Path(__file__).parents[1] / "experiments").glob("*.toml"))
 PYPROJECT = Path(__file__).parents[1] / "pyproject.toml"
 
 # the keys that scripts and papers' experiment files rely on
@@ -76,9 +77,12 @@ def test_an_unknown_key_names_the_nearest_one(key: str, nearest: str) -> None:
         ({"partitioner": "random"}, ["partitioner", "'iid'", "'random'"]),
         ({"device": "tpu"}, ["device", "cuda", "'tpu'"]),
         ({"run-name": "../up"}, ["run-name", "'../up'"]),
-        ({"strategy": "fedavg", "proximal-mu": 0.1}, ["proximal-mu=0.1", "fedavg", "fedprox"]),
-        ({"strategy": "fedavg", "beta1": 0.5}, ["beta1=0.5", "no effect", "fedadam"]),
-        ({"strategy": "scaffold"}, ["strategy=scaffold", "not available"]),
+        ({"strategy": "fedavg", "proximal-mu": 0.1}, ["proximal-mu=0.1", "fedavg", "no effect"]),
+        ({"strategy": "fedavg", "beta1": 0.5}, ["beta1=0.5", "no effect", "leave it at 0.9"]),
+        (
+            {"strategy": "scaffold"},
+            ["strategy=scaffold", "choose fedavg or fedfrozen"],
+        ),
         ({"compression": "int4"}, ["compression=int4", "not available"]),
         ({"strategy": "fedavg", "frozen": "all", "warmup-rounds": 2}, ["frozen=all", "warm-up"]),
         ({"frozen": "all"}, ["strategy=fedfrozen", "fedavg"]),
@@ -94,6 +98,7 @@ def test_an_unknown_key_names_the_nearest_one(key: str, nearest: str) -> None:
         ({"label-column": "y"}, ["dataset=digits is bundled", "label-column"]),
         ({"public-fraction": -2.0}, ["public-fraction", "greater than or equal to -1"]),
         ({"batch-size": 10**20}, ["batch-size", "less than or equal to"]),
+        ({"rounds": True}, ["rounds", "should not be true or false"]),
     ],
 )
 def test_what_cannot_work_is_an_error_that_says_what_to_change(
@@ -113,13 +118,17 @@ def test_fedfrozen_freezes_query_key_after_four_tenths_of_the_rounds_by_default(
 def test_a_plain_strategy_freezes_only_when_asked_to() -> None:
     plain = config(strategy="fedavg", rounds=7)
     assert (plain.resolved_frozen, plain.resolved_warmup_rounds, plain.freezes) == ("all", 7, False)
-    asked = config(strategy="fedavg", rounds=7, warmup_rounds=3)
+    assert not config(strategy="fedavg", rounds=7, warmup_rounds=3).freezes
+    asked = config(strategy="fedavg", rounds=7, warmup_rounds=3, frozen="query-key")
     assert (asked.resolved_frozen, asked.resolved_warmup_rounds) == ("query-key", 3)
     named = config(strategy="fedavg", rounds=10, frozen="head")
     assert (named.resolved_frozen, named.resolved_warmup_rounds) == ("head", 4)
 
 
-@pytest.mark.parametrize(("ratio", "rounds", "warmup"), [(0, 7, 0), (1, 7, 7), (0.3, 10, 3)])
+@pytest.mark.parametrize(
+    ("ratio", "rounds", "warmup"),
+    [(0, 7, 0), (1, 7, 7), (0.3, 10, 3), (0.9, 4, 3), (0.05, 5, 1), (0.4, 1, 0), (0.6, 2, 1)],
+)
 def test_a_warmup_ratio_is_a_share_of_the_rounds(ratio: float, rounds: int, warmup: int) -> None:
     one = config(rounds=rounds, warmup_ratio=ratio)
     assert one.resolved_warmup_rounds == warmup
@@ -143,18 +152,32 @@ def test_overrides_are_read_as_toml_and_else_as_text() -> None:
         "frozen": "a.* !b",
         "x": True,
     }
-    assert parse_overrides(["data-dir=../a b"[:12]]) == {"data-dir": "../"}
+    assert parse_overrides(["data-dir=/my data/it's here", "run-name=1"]) == {
+        "data-dir": "/my data/it's here",
+        "run-name": "1",
+    }
+    assert parse_overrides(["lr=0.1 data-dir='/my data' seed=3"]) == {
+        "lr": 0.1,
+        "data-dir": "/my data",
+        "seed": 3,
+    }
     with pytest.raises(ConfigError, match="expected key=value, got 'rounds'"):
         parse_overrides(["rounds"])
     with pytest.raises(ConfigError, match="string, number or boolean"):
         parse_overrides(["rounds=[1,2]"])
-    with pytest.raises(ConfigError, match="unbalanced quotes"):
-        parse_overrides(['frozen="a'])
 
 
-def test_an_experiment_file_is_flat_keys_and_a_sweep_table(tmp_path: Path) -> None:
+@pytest.mark.parametrize("path", EXPERIMENTS, ids=lambda path: path.name)
+def test_every_experiment_of_the_project_is_a_config(path: Path) -> None:
+    experiment = RunConfig.from_mapping(read_experiment(path))
+    assert experiment.freezes
+    # the obvious comparison: the same file with plain FedAvg freezes nothing
+    assert not RunConfig.from_mapping(read_experiment(path), {"strategy": "fedavg"}).freezes
+
+
+def test_an_experiment_file_is_flat_keys_of_one_run(tmp_path: Path) -> None:
     path = tmp_path / "one.toml"
-    path.write_text('dataset = "cifar10"\nlr = 0.1\n[sweep]\nseed = [1, 2]\n')
+    path.write_text('dataset = "cifar10"\nlr = 0.1\n')
     assert read_experiment(path) == {"dataset": "cifar10", "lr": 0.1}
     path.write_text("lr = ")
     with pytest.raises(ConfigError, match="not valid TOML"):
@@ -163,8 +186,8 @@ def test_an_experiment_file_is_flat_keys_and_a_sweep_table(tmp_path: Path) -> No
         read_experiment(tmp_path / "none.toml")
     with pytest.raises(ConfigError, match="cannot be read"):
         read_experiment(tmp_path)
-    path.write_text("sweep = 5")
-    with pytest.raises(ConfigError, match="sweep must be a table"):
+    path.write_text("lr = 0.1\n[sweep]\nseed = [1, 2]\n")
+    with pytest.raises(ConfigError, match="a grid of runs, and this is one run"):
         read_experiment(path)
     path.write_text("[data]\nlr = 1\n")
     with pytest.raises(ConfigError, match="unknown config key 'data'"):

@@ -28,7 +28,8 @@ from PIL import ExifTags, Image, ImageOps
 from fedfrozen_app.config import ConfigError
 
 LARGEST_COMMON_SIDE = 224
-UNDECODABLE = (OSError, ValueError, SyntaxError)  # what Pillow raises for a broken image
+# what Pillow raises for a broken image or one too large to be meant
+UNDECODABLE = (OSError, ValueError, SyntaxError, Image.DecompressionBombError)
 # Below this many encoded bytes an image decodes faster than threads hand over the GIL.
 BYTES_WORTH_A_THREAD = 4096
 

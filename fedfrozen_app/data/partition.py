@@ -132,10 +132,12 @@ def _divide(config: RunConfig, dataset: ImageDataset, pool: Indices) -> list[Ind
             )
         writers = dataset.train.writers.numpy()[pool]
         return partitioners.divide_natural(writers, count, floor, seed)
-    if count * max(1, floor) > len(pool):
+    # only Dirichlet draws can leave a client without data
+    least = floor if config.partitioner == "dirichlet" else max(1, floor)
+    if count * least > len(pool):
         raise ConfigError(
-            f"num-clients={count} with min-partition-size={floor} needs at least "
-            f"{count * max(1, floor)} examples, but the clients have {len(pool)} to share; "
+            f"num-clients={count} with at least {least} examples each needs at least "
+            f"{count * least} examples, but the clients have {len(pool)} to share; "
             "use fewer clients, lower min-partition-size, or more training examples"
         )
     if config.partitioner == "iid":

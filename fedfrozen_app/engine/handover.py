@@ -38,11 +38,24 @@ def pack(content: Any, folder: Path) -> Parcel:
     views = [buffer.raw() for buffer in buffers]
     if not views:
         return Parcel(pickled, "", ())
-    with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:
-        for view in views:
-            file.write(view)
-            file.write(bytes(_padding(view.nbytes)))
-    return Parcel(pickled, file.name, tuple(view.nbytes for view in views))
+    try:
+        path = _write(views, folder)
+    except OSError:  # shared memory is full, as in a container with little of it
+        path = _write(views, Path(tempfile.gettempdir()))
+    return Parcel(pickled, path, tuple(view.nbytes for view in views))
+
+
+def _write(views: list[memoryview], folder: Path) -> str:
+    """Write buffers one after the other, aligned; a file that does not fit is removed."""
+    with tempfile.NamedTemporaryFile(prefix="fedfrozen-", dir=folder, delete=False) as file:
+        try:
+            for view in views:
+                file.write(view)
+                file.write(bytes(_padding(view.nbytes)))
+        except OSError:
+            os.unlink(file.name)
+            raise
+    return file.name
 
 
 def unpack(parcel: Parcel) -> Any:

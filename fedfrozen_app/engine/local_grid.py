@@ -3,23 +3,12 @@
 No Ray, no serialisation: a message's arrays are the server's tensors. Replies are
 computed when they are asked for, one after the other in the order of the messages, so
 the server adds up one reply while the next does not exist yet. With ``jobs`` several
-worker processes compute ahead, at most one reply each beyond the one being read.
+worker processes compute ahead; at most jobs + 1 replies wait to be read.
 """
 
-import importlib
 import itertools
-import os
-import shutil
-import signal
-import threading
-import traceback
 from collections import deque
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
-from contextlib import contextmanager
-from multiprocessing import get_context, parent_process
-from pathlib import Path
-from typing import Any, cast
 
 from flwr.app import (
     ArrayRecord,
@@ -36,27 +25,9 @@ from flwr.serverapp import Grid
 from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
-from fedfrozen_app.engine import handover
+from fedfrozen_app.engine.worker_pool import Pending, WorkerPool, call, load_app
 
 UserConfig = dict[str, bool | float | int | str]
-
-
-def load_app(reference: str) -> ClientApp:
-    """Import a ClientApp named ``module:attribute``."""
-    module, _, attribute = reference.partition(":")
-    return cast(ClientApp, getattr(importlib.import_module(module), attribute))
-
-
-def call(app: ClientApp, message: Message, context: Context) -> Message:
-    """Run the ClientApp on one message; an exception becomes an error reply, as in Flower."""
-    try:
-        return app(message, context)
-    except Exception as error:  # whatever a client raises must not end the server
-        last = traceback.extract_tb(error.__traceback__)[-1]
-        reason = (
-            f"{type(error).__name__}: {error} ({os.path.basename(last.filename)}:{last.lineno})"
-        )
-        return Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason), reply_to=message)
 
 
 def _own_content(content: RecordDict) -> RecordDict:
@@ -84,7 +55,8 @@ class LocalGrid(Grid):
     run_config : dict, optional
         Run config in every client's context.
     jobs : int
-        Clients computed at once; above 1 in that many worker processes.
+        Clients computed at once; above 1 in that many worker processes. Small models are
+        often fastest with ``torch.set_num_threads(1)``.
     node_config : dict, optional
         Further entries of every client's node config.
     """
@@ -119,25 +91,23 @@ class LocalGrid(Grid):
         self._run = Run.create_empty(run_id=1)
         self._ids = itertools.count(1)
         self._pushed: dict[str, Message] = {}
-        self._pool: ProcessPoolExecutor | None = None
-        self._folder = Path()  # of the parcels to and from the pool
+        self._pool: WorkerPool | None = None
         if TaskIdentity._run_id is None:  # outside `flwr run` nobody else sets it
             TaskIdentity.run_id = self._run.run_id
             TaskIdentity.task_id = 1
             TaskIdentity.node_id = SUPERLINK_NODE_ID
 
-    def close(self) -> None:
-        """End the worker processes."""
+    def close(self, *, at_once: bool = False) -> None:
+        """End the worker processes, ``at_once`` without waiting for their clients."""
         if self._pool is not None:
-            self._pool.shutdown(wait=True, cancel_futures=True)
+            self._pool.close(at_once=at_once)
             self._pool = None
-            shutil.rmtree(self._folder, ignore_errors=True)
 
     def __enter__(self) -> "LocalGrid":
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, *exception: object) -> None:
+        self.close(at_once=kind is not None)
 
     # --- running clients --------------------------------------------------------------
     def send_and_receive(
@@ -166,47 +136,22 @@ class LocalGrid(Grid):
             yield self._number(reply)
 
     def _in_processes(self, messages: list[Message]) -> Iterator[Message]:
-        pool = self._workers()
-        waiting: deque[tuple[Message, Future[Any] | None]] = deque()
-        todo = iter(messages)
-        for message in itertools.chain(itertools.islice(todo, self.jobs + 1)):
-            waiting.append(self._submit(pool, message))
-        try:
-            while waiting:
-                message, future = waiting.popleft()
-                reply = self._no_such_node(message) if future is None else self._result(future)
-                waiting.extend(self._submit(pool, later) for later in itertools.islice(todo, 1))
-                yield self._number(reply)
-        finally:
-            for _, future in waiting:
-                if future is not None:
-                    future.cancel()
-
-    def _submit(
-        self, pool: ProcessPoolExecutor, message: Message
-    ) -> tuple[Message, Future[Any] | None]:
-        context = self._context(message.metadata.dst_node_id)
-        if context is None:
-            return message, None
-        parcel = handover.pack((message, context), self._folder)
-        with _interrupts_ignored():  # a worker started here inherits that
-            return message, pool.submit(_work, self._reference, parcel, self._folder)
-
-    def _result(self, future: Future[Any]) -> Message:
-        reply, context = handover.unpack(future.result())
-        self._keep(context)
-        return cast(Message, reply)
-
-    def _workers(self) -> ProcessPoolExecutor:
         if self._pool is None:
-            self._folder = handover.new_folder()
-            self._pool = ProcessPoolExecutor(
-                self.jobs,
-                mp_context=get_context("spawn"),
-                initializer=_start_worker,
-                initargs=(self._folder,),
-            )
-        return self._pool
+            self._pool = WorkerPool(self._reference, self.jobs)
+        pool, todo = self._pool, iter(messages)
+        waiting = deque(self._submit(pool, one) for one in itertools.islice(todo, self.jobs + 1))
+        while waiting:
+            reply = waiting.popleft()
+            if isinstance(reply, Pending):
+                reply, context = pool.result(reply)
+                self._keep(context)
+            waiting.extend(self._submit(pool, later) for later in itertools.islice(todo, 1))
+            yield self._number(reply)
+
+    def _submit(self, pool: WorkerPool, message: Message) -> "Pending | Message":
+        """Hand a message to the pool, or return the error reply of one that nobody can run."""
+        context = self._context(message.metadata.dst_node_id)
+        return self._no_such_node(message) if context is None else pool.submit(message, context)
 
     def _context(self, node_id: int) -> Context | None:
         """Return a node's context; only a state that holds something is kept."""
@@ -224,6 +169,8 @@ class LocalGrid(Grid):
     def _keep(self, context: Context) -> None:
         if context.state:
             self._states[context.node_id] = context.state
+        else:
+            self._states.pop(context.node_id, None)
 
     def _no_such_node(self, message: Message) -> Message:
         reason = f"there is no node {message.metadata.dst_node_id}; nodes are 1..{self.num_clients}"
@@ -264,35 +211,3 @@ class LocalGrid(Grid):
     def run(self) -> Run:
         """The run; empty but for its id."""
         return self._run
-
-
-@contextmanager
-def _interrupts_ignored() -> Iterator[None]:
-    """Leave Ctrl-C to the parent of the processes started inside."""
-    if threading.current_thread() is not threading.main_thread():
-        yield  # only the main thread may set handlers
-        return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-def _start_worker(folder: Path) -> None:
-    """Prepare a worker process, which ends with its parent."""
-    threading.Thread(target=_end_with_parent, args=(folder,), daemon=True).start()
-    TaskIdentity.run_id, TaskIdentity.task_id, TaskIdentity.node_id = 1, 1, SUPERLINK_NODE_ID
-
-
-def _end_with_parent(folder: Path) -> None:
-    if (parent := parent_process()) is not None:
-        parent.join()
-        shutil.rmtree(folder, ignore_errors=True)
-        os._exit(1)
-
-
-def _work(reference: str, parcel: handover.Parcel, folder: Path) -> handover.Parcel:
-    message, context = handover.unpack(parcel)
-    reply = call(load_app(reference), message, context)
-    return handover.pack((reply, context), folder)

@@ -46,6 +46,8 @@ class Roster:
         self.clients = range(num_clients) if with_data is None else with_data
         self.timeout = timeout
         self._answers: dict[int, tuple[int, int]] = {}  # node -> its partition, of how many
+        self._silent: set[int] = set()  # nodes that could not say
+        self._waited = False  # for the nodes that are missing; once is enough
 
     def __call__(self, grid: Grid, at_least: int) -> dict[int, int]:
         """Return node id by client id.
@@ -61,7 +63,9 @@ class Roster:
         while True:
             members = self._assign(grid)
             waited = time.monotonic() - started
-            if len(members) >= at_least and (self._complete() or waited > STRAGGLER_SECONDS):
+            patient = not self._waited and waited <= STRAGGLER_SECONDS
+            if len(members) >= at_least and (self._complete() or not patient):
+                self._waited = True
                 return members
             if waited > self.timeout:
                 raise TimeoutError(
@@ -76,7 +80,7 @@ class Roster:
 
     def _assign(self, grid: Grid) -> dict[int, int]:
         online = set(grid.get_node_ids())
-        self._ask(grid, sorted(online - self._answers.keys()))
+        self._ask(grid, sorted(online - self._answers.keys() - self._silent))
         answers = {node: self._answers[node] for node in online if node in self._answers}
         own = {own: node for node, (own, total) in answers.items() if total == self.num_clients}
         if own:
@@ -94,6 +98,7 @@ class Roster:
         for reply in grid.send_and_receive(questions, timeout=self.timeout):
             if reply.has_error():
                 log(INFO, "node %d: %s", reply.metadata.src_node_id, reply.error.reason)
+                self._silent.add(reply.metadata.src_node_id)
                 continue
             answer: dict[str, Any] = dict(reply.content.config_records[REPLY])
             partition, total = int(answer[PARTITION_ID]), int(answer[NUM_PARTITIONS])

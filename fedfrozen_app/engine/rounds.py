@@ -9,7 +9,8 @@ from flwr.serverapp import Grid
 from fedfrozen_app.config import ConfigError, RunConfig
 from fedfrozen_app.data.partition import partition_report
 from fedfrozen_app.engine.roster import Roster
-from fedfrozen_app.runs.store import RoundMetrics, RunFolder
+from fedfrozen_app.models.registry import check_source, model_spec
+from fedfrozen_app.runs.store import RoundMetrics, RunFolder, check_free
 from fedfrozen_app.strategies import FedAvg, FedFrozen, FreezeSchedule
 from fedfrozen_app.training.worker import Worker, resident
 from fedfrozen_app.transport.arrays import to_record, to_tensors
@@ -54,7 +55,7 @@ class Federation:
                 started = time.perf_counter()
                 arrays = self.train_round(server_round, arrays)
                 self._record(server_round, arrays, started, on_round)
-        except Exception as error:
+        except BaseException as error:  # Ctrl-C too: the folder must not look finished
             self.folder.write_failure(f"{type(error).__name__}: {error}")
             raise
         finally:
@@ -110,6 +111,26 @@ class Federation:
         return "frozen" if self.strategy.is_frozen(server_round) else "warmup"
 
 
+def prepare(config: RunConfig) -> tuple[Worker, FedFrozen]:
+    """Check what can be checked at once, load data and model, check the stages of the freeze.
+
+    Raises
+    ------
+    ConfigError
+        For whatever the config asks that cannot be done.
+    """
+    model_spec(config)
+    check_source(config.resolved_weights)
+    check_free(config)
+    worker = resident(config)
+    strategy = build_strategy(config, worker)
+    try:
+        strategy.check(to_record(worker.model.state_dict()))
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    return worker, strategy
+
+
 def run_federation(config: RunConfig, grid: Grid, on_round: OnRound) -> RunFolder:
     """Run a config on a grid and return its run folder.
 
@@ -123,12 +144,7 @@ def run_federation(config: RunConfig, grid: Grid, on_round: OnRound) -> RunFolde
     QuorumError
         When too few clients of a round reply usably.
     """
-    worker = resident(config)
-    strategy = build_strategy(config, worker)
-    try:
-        strategy.check(to_record(worker.model.state_dict()))
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
+    worker, strategy = prepare(config)
     arrays = to_record(worker.initial_weights())
     folder = RunFolder.create(config)
     folder.write_partition(partition_report(worker.partition, worker.dataset))

@@ -196,9 +196,12 @@ class _Resolver:
             glob, rows = match["glob"], match["rows"]
         names = [name for name in self.entries if fnmatchcase(name, glob)]
         if not names:
+            near = difflib.get_close_matches(item, PRESETS, n=1, cutoff=0.75)
+            hint = f"did you mean {near[0]!r}? " if near else ""
             raise ValueError(
-                f"frozen item {item!r} matches no entry; closest are {self.closest(glob)}; "
-                f"use a glob over state-dict names or one of {', '.join(PRESETS)}"
+                f"frozen item {item!r} matches no entry; {hint}closest are "
+                f"{self.closest(glob)}; use a glob over state-dict names or one of "
+                f"{', '.join(PRESETS)}"
             )
         if not rows:
             return {name: ((0, self.size(name)),) for name in names}

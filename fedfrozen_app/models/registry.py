@@ -20,7 +20,7 @@ from timm.models import PretrainedCfg, load_state_dict
 from timm.models.vision_transformer import VisionTransformer, checkpoint_filter_fn
 from torch import Tensor, nn
 
-from fedfrozen_app.config import DIGITS_MODEL, ConfigError, RunConfig
+from fedfrozen_app.config import DIGITS_MODEL, NAMED_WEIGHTS, ConfigError, RunConfig
 from fedfrozen_app.seeds import derive_seed
 
 # The paper's two models (arXiv:2605.06446), with the weights that were pretrained on
@@ -214,13 +214,18 @@ def _download(hub_id: str, filename: str) -> str:
         return hf_hub_download(hub_id, filename)
 
 
-def _from_file(source: str) -> dict[str, Tensor]:
-    path = Path(source)
-    if not path.is_file():
+def check_source(source: str) -> None:
+    """Raise ConfigError if ``source`` is neither a known word nor a file."""
+    if source not in NAMED_WEIGHTS and not Path(source).is_file():
         raise ConfigError(
             f"weights must be pretrained, base, none or a file, got {source!r}, which does not "
             "exist; give the path of a safetensors file"
         )
+
+
+def _from_file(source: str) -> dict[str, Tensor]:
+    check_source(source)
+    path = Path(source)
     try:
         checkpoint = load_state_dict(str(path), weights_only=True)
     except Exception as error:  # corrupt, not a checkpoint, or pickled code: refused

@@ -34,7 +34,8 @@ class RoundMetrics:
 
     ``bytes_*`` are tensor payloads and ``wire_bytes_*`` message contents in Flower's wire
     form, both summed over the round's clients. ``seconds_train`` sums the clients' local
-    training, ``seconds_total`` is the round on the clock, central test included.
+    training, so it exceeds the clock where clients train at once; ``seconds_total`` is the
+    round on the clock, central test included.
     ``dropped`` counts sampled clients whose reply did not enter the model.
     """
 
@@ -87,12 +88,8 @@ class RunFolder:
         """
         parent = Path(config.run_dir).expanduser().resolve()
         try:
+            parent.mkdir(parents=True, exist_ok=True)
             path = _new_folder(parent, config)
-        except FileExistsError as error:
-            raise ConfigError(
-                f"run-name={config.run_name!r}: {error.filename} exists and is not overwritten; "
-                "choose another run-name or remove that folder"
-            ) from None
         except OSError as error:
             raise ConfigError(
                 f"run-dir={config.run_dir!r} cannot be written: {error.strerror}; choose another"
@@ -138,10 +135,21 @@ class RunFolder:
 
 
 def _new_folder(parent: Path, config: RunConfig) -> Path:
-    parent.mkdir(parents=True, exist_ok=True)
-    path = parent / free_name(config)
-    path.mkdir()
-    return path
+    while True:
+        path = parent / free_name(config)
+        try:
+            path.mkdir()
+            return path
+        except FileExistsError:
+            if config.run_name != "auto":
+                raise ConfigError(_taken(config, path)) from None
+
+
+def _taken(config: RunConfig, path: Path) -> str:
+    return (
+        f"run-name={config.run_name!r}: {str(path)!r} exists and is not overwritten; choose "
+        "another run-name or remove that folder"
+    )
 
 
 def free_name(config: RunConfig) -> str:
@@ -154,6 +162,13 @@ def free_name(config: RunConfig) -> str:
         number += 1
         free = f"{name}-{number}"
     return free
+
+
+def check_free(config: RunConfig) -> None:
+    """Raise ConfigError if a run of the config's name exists."""
+    path = Path(config.run_dir).expanduser() / config.resolved_run_name
+    if config.run_name != "auto" and path.exists():
+        raise ConfigError(_taken(config, path))
 
 
 def _finite(value: Any) -> Any:

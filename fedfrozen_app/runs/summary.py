@@ -27,7 +27,10 @@ def closing_table(metrics: Sequence[RoundMetrics], title: str) -> Table:
     Bytes are tensor payload. Those of a client are of the phase's last round: its first
     frozen round also carries the frozen block down.
     """
-    table = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    caption = "each: one client in the phase's last round, tensor payload"
+    table = Table(
+        title=title, caption=caption, box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0)
+    )
     table.add_column("phase", no_wrap=True)
     columns = ("rounds", "accuracy", "loss", "up each", "down each", "all up", "all down", "s")
     for column in columns:

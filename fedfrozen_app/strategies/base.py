@@ -1,9 +1,10 @@
 """What our server rules share: cohort, checked replies, streaming aggregation, quorum.
 
-A rule subclasses :class:`ServerRule` and gives ``aggregate(updates)``. Replies come in as
-a stream in client order; each is checked, turned into an :class:`Update` and can be let
-go of once it is added up, so memory does not grow with the number of clients. Every rule
-works on the entries it is given, whole models or the active half of one.
+A rule subclasses :class:`ServerRule` and gives ``aggregate(global_arrays, updates)``.
+Replies come in as a stream in client order; each is checked, turned into an
+:class:`Update` and can be let go of once it is added up, so memory does not grow with the
+number of clients. Every rule works on the entries it is given, whole models or the active
+half of one.
 """
 
 from abc import abstractmethod

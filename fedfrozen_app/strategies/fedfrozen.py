@@ -15,7 +15,7 @@ set back to their exact values.
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from logging import INFO
+from logging import ERROR, INFO, WARNING
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 from flwr.supercore import log
 
-from fedfrozen_app.config import DEFAULT_WARMUP_RATIO
+from fedfrozen_app.config import DEFAULT_WARMUP_RATIO, rounds_of_ratio
 from fedfrozen_app.models.selection import Selection, value_rows
 from fedfrozen_app.strategies.base import ServerRule, Tensors
 from fedfrozen_app.strategies.fedavg import FedAvg
@@ -33,6 +33,7 @@ from fedfrozen_app.strategies.replies import (
     Layout,
     RoundReport,
     accepted,
+    check_quorum,
     in_client_order,
     layout_of,
 )
@@ -40,6 +41,11 @@ from fedfrozen_app.strategies.schedule import FreezeSchedule
 from fedfrozen_app.transport.arrays import to_record, to_tensors
 from fedfrozen_app.transport.block import FrozenBlock
 from fedfrozen_app.transport.payload import NUM_EXAMPLES, first_arrays
+
+NOBODY = (
+    "no reply could be used, so the model stays; once something is frozen, clients read messages "
+    "with open_payload and reply with the active entries"
+)
 
 
 def weight_key(strategy: Any) -> str:
@@ -86,7 +92,11 @@ class FedFrozen(Strategy):
     schedule : FreezeSchedule, optional
         Any number of stages instead of one warm-up.
     value_l2 : float
-        lambda of (lambda/2) ||W_V||^2 on the value rows while something is frozen.
+        lambda of (lambda/2) ||W_V||^2 on the value rows while something is frozen. It is sent
+        to the clients, which read it as ``Payload.value_l2`` and add it to their loss.
+    min_replies : float
+        Share of the cohort, in [0, 1], that must reply usably; fewer end the run. For a
+        wrapped rule of ours, set it there.
     **fedavg : Any
         Arguments of the default inner strategy.
     """
@@ -100,6 +110,7 @@ class FedFrozen(Strategy):
         frozen: str = "query-key",
         schedule: FreezeSchedule | None = None,
         value_l2: float = 0.0,
+        min_replies: float = 0.0,
         **fedavg: Any,
     ) -> None:
         if strategy is not None and fedavg:
@@ -113,8 +124,14 @@ class FedFrozen(Strategy):
             raise ValueError(f"warmup_ratio must be in [0, 1], got {warmup_ratio}")
         if value_l2 < 0:
             raise ValueError(f"value_l2 must be >= 0, got {value_l2}")
-        self.strategy = strategy if strategy is not None else FedAvg(**fedavg)
-        self.value_l2 = value_l2
+        if not 0 <= min_replies <= 1:
+            raise ValueError(
+                f"min_replies must be in [0, 1], got {min_replies}; it is a share of the cohort"
+            )
+        if min_replies > 0 and isinstance(strategy, ServerRule):
+            raise ValueError(f"set min_replies on the wrapped {type(strategy).__name__} instead")
+        self.strategy = strategy or FedAvg(min_replies=min_replies, **fedavg)
+        self.value_l2, self.min_replies = value_l2, min_replies
         self.timeout = 3600.0  # seconds for the replies of clients that are sent the block again
         self.state = FreezeState()
         self._frozen_spec = frozen
@@ -158,12 +175,17 @@ class FedFrozen(Strategy):
         evaluate_config: ConfigRecord | None = None,
         evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
     ) -> Result:
-        """Run the federation as Flower's ``Strategy.start`` does."""
+        """Run the federation as Flower's ``Strategy.start`` does.
+
+        A second run with the same object freezes afresh; a wrapped strategy that keeps
+        state of its own, such as a server momentum, still has it.
+        """
         if self._warmup_ratio is not None:
-            warmup = round(self._warmup_ratio * num_rounds)
+            warmup = rounds_of_ratio(self._warmup_ratio, num_rounds)
             self._schedule = FreezeSchedule.warmup(warmup, self._frozen_spec)
         self.check(initial_arrays)
-        # a second run with the same object starts afresh
+        if not self.is_frozen(num_rounds):
+            log(WARNING, "nothing is frozen in any of the %d rounds", num_rounds)
         self.state, self._selection, self._selected = FreezeState(), None, ""
         self._dtypes, self.timeout = {}, timeout
         return super().start(
@@ -193,25 +215,25 @@ class FedFrozen(Strategy):
         log(INFO, "\t├──> Frozen: %s", stages)
         self.strategy.summary()
 
-    def _enter(self, server_round: int, arrays: ArrayRecord) -> None:
+    def _enter(self, server_round: int, tensors: Tensors) -> None:
         """Take up the selection of a round; at a change, fix the block it freezes."""
-        if not self._dtypes:
-            self._dtypes = {name: array.dtype for name, array in to_tensors(arrays).items()}
         spec = self.schedule.spec(server_round)
         if spec == self.state.spec and self._selected == spec:
             return
-        selection = Selection.build(spec, arrays)
+        selection = Selection.build(spec, tensors)
         if spec != self.state.spec:  # else the state was restored
-            _, frozen = selection.split(self._tensors(arrays))
+            _, frozen = selection.split(tensors)
             self.state = FreezeState(spec, FrozenBlock.of(frozen) if frozen else None)
             if isinstance(self.strategy, ServerRule):
                 self.strategy.select(selection)
         self._selected, self._selection = spec, None if selection.is_all else selection
 
     def _tensors(self, arrays: ArrayRecord) -> Tensors:
-        """Return a model in the dtypes of the start: stock strategies may return fp64."""
-        tensors = to_tensors(arrays).items()
-        return {name: tensor.to(self._dtypes[name]) for name, tensor in tensors}
+        """Return entries in the dtypes of the start: stock strategies may return fp64."""
+        tensors = to_tensors(arrays)
+        if not self._dtypes:
+            self._dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
+        return {name: tensor.to(self._dtypes[name]) for name, tensor in tensors.items()}
 
     # --- down -------------------------------------------------------------------------
     def configure_train(
@@ -234,13 +256,14 @@ class FedFrozen(Strategy):
 
     def _shown(self, server_round: int, arrays: ArrayRecord) -> tuple[ArrayRecord, ArrayRecord]:
         """Return what the inner strategy sees and what travels."""
-        self._enter(server_round, arrays)
         tensors = self._tensors(arrays)
+        self._enter(server_round, tensors)
         if self._selection is not None:
             active = to_record(self._selection.split(tensors)[0])
             return (active if isinstance(self.strategy, ServerRule) else arrays), active
-        same = all(tensors[name] is tensor for name, tensor in to_tensors(arrays).items())
-        return arrays, arrays if same else to_record(tensors)
+        whole = to_record(tensors)
+        same = all(whole[name].dtype == array.dtype for name, array in arrays.items())
+        return arrays, arrays if same else whole
 
     def _dress(self, messages: Iterable[Message], active: ArrayRecord, grid: Grid) -> list[Message]:
         stock = not isinstance(self.strategy, ServerRule)
@@ -266,6 +289,8 @@ class FedFrozen(Strategy):
         else:
             arrays, metrics = self._aggregate_stock(server_round, stream, client)
         self._sent = []  # they hold the old model in memory
+        if self.report.clients == 0 and self.state.block is not None:
+            log(ERROR, "round %d: %s", server_round, NOBODY)
         if arrays is None or self._selection is None or self.state.block is None:
             return arrays, metrics
         active = to_tensors(arrays)
@@ -285,11 +310,13 @@ class FedFrozen(Strategy):
         """Show a stock strategy the usable replies, as whole models."""
         key, report = weight_key(self.strategy), self._report
         good = list(accepted(replies, self._expected, key, server_round, report, client))
-        if self._selection is not None and self.state.block is not None:
-            for reply in good:
-                name, record = first_arrays(reply.content)
-                whole = self._selection.merge(to_tensors(record), self.state.block.tensors)
-                reply.content = RecordDict({**reply.content, name: to_record(whole)})
+        check_quorum(report, self.min_replies, server_round)
+        for reply in good:
+            name, record = first_arrays(reply.content)
+            whole = self._tensors(record)
+            if self._selection is not None and self.state.block is not None:
+                whole = self._selection.merge(whole, self.state.block.tensors)
+            reply.content = RecordDict({**reply.content, name: to_record(whole)})
         return self.strategy.aggregate_train(server_round, good)
 
     def _complete(self, replies: Iterable[Message]) -> Iterable[Message]:
@@ -308,11 +335,13 @@ class FedFrozen(Strategy):
         """Return the freeze state and, for our own rules, the inner state."""
         inner = self.strategy.state_dict() if isinstance(self.strategy, ServerRule) else {}
         block = self.state.block.state_dict() if self.state.block is not None else {}
-        return {"spec": self.state.spec, "block": block, "inner": inner}
+        dtypes = {name: str(dtype).removeprefix("torch.") for name, dtype in self._dtypes.items()}
+        return {"spec": self.state.spec, "block": block, "inner": inner, "dtypes": dtypes}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over a state returned by :meth:`state_dict`."""
         block = FrozenBlock.from_state_dict(state["block"]) if state["block"] else None
         self.state = FreezeState(state["spec"], block)
+        self._dtypes = {name: getattr(torch, dtype) for name, dtype in state["dtypes"].items()}
         if isinstance(self.strategy, ServerRule):
             self.strategy.load_state_dict(state["inner"])

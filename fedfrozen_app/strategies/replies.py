@@ -109,6 +109,19 @@ def _weight_refusal(content: RecordDict, key: str) -> str | None:
     return "no training examples" if weight == 0 else None
 
 
+def _metric_refusal(reply: Message, report: RoundReport) -> str | None:
+    kinds = _metric_kinds(next(iter(reply.content.metric_records.values())))
+    if not report.metrics or kinds == (first := _metric_kinds(report.metrics[0])):
+        return None
+    differ = sorted(key for key in kinds.keys() | first.keys() if kinds.get(key) != first.get(key))
+    return f"metrics {differ} are not those of the round's first reply"
+
+
+def _metric_kinds(record: MetricRecord) -> dict[str, int]:
+    """Return -1 for a number and the length of a list, by key."""
+    return {key: len(value) if isinstance(value, list) else -1 for key, value in record.items()}
+
+
 def _array_refusal(content: RecordDict, expected: Layout) -> str | None:
     record = next(iter(content.array_records.values()))
     if missing := [name for name in expected if name not in record]:
@@ -121,8 +134,8 @@ def _array_refusal(content: RecordDict, expected: Layout) -> str | None:
             return f"{name} is {array.dtype}{list(array.shape)}, expected {dtype}{list(shape)}"
     try:
         tensors = to_tensors(record)
-    except (ValueError, TypeError, EOFError, OSError) as error:
-        return f"arrays cannot be read: {error}"
+    except Exception as error:  # numpy has many ways to say that bytes are no array
+        return f"arrays cannot be read: {type(error).__name__}: {error}"
     for name, tensor in tensors.items():
         if tuple(tensor.shape) != expected[name][0]:
             return f"{name} holds {list(tensor.shape)}, but says {list(expected[name][0])}"
@@ -180,9 +193,14 @@ def accepted(
     report: RoundReport,
     client: Callable[[Message], int],
 ) -> Iterator[Message]:
-    """Yield the replies that may enter the model; count and log the others in ``report``."""
+    """Yield the replies that may enter the model; count and log the others in ``report``.
+
+    All metrics of a round have the keys of the first good reply, each a number or a list:
+    Flower's aggregation wants that, and ends the run where it is not so.
+    """
     for reply in replies:
-        if reason := refusal(reply, expected, weight_key, server_round):
+        reason = refusal(reply, expected, weight_key, server_round)
+        if reason := reason or _metric_refusal(reply, report):
             report.refused.append(f"client {client(reply)}: {reason}")
             log(WARNING, "round %d: reply of %s dropped", server_round, report.refused[-1])
             continue

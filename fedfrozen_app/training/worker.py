@@ -49,6 +49,12 @@ class Worker:
         self.settings = LocalTraining.from_config(config)
         self.digest = ""
         self._preprocess = self._preprocessor(self.dataset.augment)
+        self._test_examples = ImageExamples(
+            self.dataset.test.images,
+            self.dataset.test.labels,
+            torch.from_numpy(self.partition.test),
+            self._preprocessor("none"),
+        )
         self._state = self.model.state_dict()
         self._selections: dict[str, Selection] = {}
         self._selection = self._selection_of("all")
@@ -158,11 +164,11 @@ class Worker:
 
     def test(self) -> tuple[float, float]:
         """Return mean loss and accuracy of the loaded model on the global test set."""
-        split = self.dataset.test
-        indices = torch.from_numpy(self.partition.test)
-        examples = ImageExamples(split.images, split.labels, indices, self._preprocessor("none"))
         return evaluate(
-            self.model, examples, batch_size=TEST_BATCH_SIZE, precision=self.config.precision
+            self.model,
+            self._test_examples,
+            batch_size=TEST_BATCH_SIZE,
+            precision=self.config.precision,
         )
 
 

@@ -1,7 +1,8 @@
 """The server's half of the frozen-block protocol; the client's is ``payload.open_payload``.
 
 A block goes to a client with the first message after the freeze and is taken as held once
-that client has replied with arrays. A client that has lost it answers *missing*, is sent it
+that client has replied to it. A later stage that freezes other entries has a block of its
+own, which goes out whole. A client that has lost it answers *missing*, is sent it
 again in the same round, and the reply to that takes the place of the first.
 """
 
@@ -88,7 +89,7 @@ class FrozenBlock:
         return message
 
     def _confirm(self, reply: Message, client: int) -> Message:
-        """Note that a client which sent arrays has the block."""
+        """Note that a client which replied to the message has the block."""
         if reply.has_content() and missing_digest(reply) is None:
             self.holders.add(client)
         return reply

@@ -9,6 +9,7 @@ import contextlib
 import hashlib
 import os
 import tempfile
+import time
 from collections.abc import Mapping
 from logging import WARNING
 from pathlib import Path
@@ -21,6 +22,7 @@ from safetensors import SafetensorError
 from fedfrozen_app.tensor_file import write_tensors
 
 DEFAULT_CAPACITY_BYTES = 8 * 2**30
+STALE_SECONDS = 24 * 3600.0
 
 
 def digest(tensors: Mapping[str, torch.Tensor]) -> str:
@@ -70,7 +72,8 @@ class FrozenCache:
         except (SafetensorError, OSError):
             tensors = {}
         if digest(tensors) != key:
-            path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # what cannot be removed is noticed again
+                path.unlink(missing_ok=True)
             return None
         with contextlib.suppress(OSError):  # a read-only cache still serves
             os.utime(path)
@@ -102,6 +105,10 @@ class FrozenCache:
 
     def _evict(self, keep: Path) -> None:
         """Remove the blocks used longest ago until the rest fits."""
+        for stale in self.folder.glob(".writing-*"):  # left by processes that were killed
+            with contextlib.suppress(FileNotFoundError):
+                if time.time() - stale.stat().st_mtime > STALE_SECONDS:
+                    stale.unlink()
         entries = []
         for path in self.folder.glob("*.safetensors"):
             with contextlib.suppress(FileNotFoundError):

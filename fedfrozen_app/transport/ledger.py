@@ -39,11 +39,15 @@ class Traffic:
 
 def payload_bytes(content: RecordDict) -> int:
     """Return the tensor bytes of a message: values only, no framing."""
-    return sum(
-        math.prod(array.shape) * np.dtype(array.dtype).itemsize
-        for record in content.array_records.values()
-        for array in record.values()
-    )
+    records = content.array_records.values()
+    return sum(_values_bytes(array) for record in records for array in record.values())
+
+
+def _values_bytes(array: Array) -> int:
+    try:
+        return math.prod(array.shape) * np.dtype(array.dtype).itemsize
+    except TypeError:  # a dtype NumPy does not know: count what was sent
+        return len(array.data)
 
 
 def wire_bytes(content: RecordDict) -> int:

@@ -44,6 +44,12 @@ class Payload:
     digest: str
     config: ConfigRecord
 
+    @property
+    def value_l2(self) -> float:
+        """Lambda of (lambda/2) ||W_V||^2 that the client adds to its loss, 0 for none."""
+        value = self.config.get(VALUE_L2, 0.0)
+        return float(value) if isinstance(value, int | float) else 0.0
+
 
 def mark(message: Message, selection: str, key: str, value_l2: float = 0.0) -> None:
     """Write the selection and the digest of the frozen block into a message's config."""

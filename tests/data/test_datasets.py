@@ -62,7 +62,7 @@ def test_digits_split_does_not_follow_the_seed(run_config, tmp_path):
 # --- a local folder ---------------------------------------------------------------------
 def test_folder_gives_its_pixels_and_sorted_string_classes(run_config, birds):
     data = load_dataset(run_config(dataset="birds", data_dir=str(birds)))
-    assert data.name == "birds" and data.augment == "crop-flip"
+    assert data.name == "birds" and data.augment == "crop"
     assert np.array_equal(data.train.images, PIXELS[:11])
     assert np.array_equal(data.test.images, PIXELS[11:])
     assert data.class_names == ("emu", "kiwi", "owl")
@@ -231,7 +231,7 @@ def test_augmentation_fits_the_data_set_unless_it_is_set(run_config, birds):
     assert PRESETS["femnist"].augment == "crop"  # a mirrored letter is another letter
     assert {PRESETS[n].augment for n in PRESETS if n != "femnist"} == {"crop-flip"}
     folder = {"dataset": "birds", "data_dir": str(birds)}
-    assert load_dataset(run_config(**folder)).augment == "crop-flip"
+    assert load_dataset(run_config(**folder)).augment == "crop"
     assert load_dataset(run_config(**folder, augment="none")).augment == "none"
     assert load_dataset(run_config(augment="crop")).augment == "crop"
 

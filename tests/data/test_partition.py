@@ -121,7 +121,7 @@ def test_partition_is_drawn_once_and_then_read(run_config, monkeypatch):
     [
         ({"num_clients": 1223}, "num-clients=1223.*at least 1223 examples.*have 1221"),
         ({"num_clients": 100, "min_partition_size": 13}, "at least 1300 examples.*lower min-par"),
-        ({"num_clients": 1223, "min_partition_size": 0}, "use fewer clients"),
+        ({"num_clients": 1223, "min_partition_size": 0, "partitioner": "iid"}, "use fewer clients"),
         ({"num_clients": 100, "alpha": 0.01}, "raise alpha, use fewer clients"),
         ({"partitioner": "natural"}, "dataset=digits has no writer_id column"),
         ({"partitioner": "shard", "num_clients": 3}, "can hold only 6 of 10 classes"),

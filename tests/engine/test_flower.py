@@ -275,7 +275,9 @@ def test_run_with_flower_runs_this_package_with_the_resolved_config(tmp_path, mo
     monkeypatch.chdir(tmp_path)
     calls = []
     monkeypatch.setattr(flower, "run_app", lambda *arguments: calls.append(arguments) or 5)
-    config = RunConfig(num_clients=3, run_dir="out", data_dir="~/data", device="cpu")
+    config = RunConfig(
+        num_clients=3, run_dir="out", dataset="cifar10", data_dir="~/data", device="cpu"
+    )
 
     assert run_with_flower(config, print) == 5
 

@@ -1,4 +1,5 @@
 import os
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -23,8 +24,14 @@ def train(message: Message, context: Context) -> Message:
     """Add the partition id to every array; count the visits in the state."""
     partition = int(context.node_config["partition-id"])
     calls.append(partition)
-    if message.content["config"].get("raise") == partition:
+    config = message.content["config"]
+    if config.get("raise") == partition:
         raise RuntimeError("no power")
+    if config.get("die") == partition:
+        os._exit(9)
+    if config.get("forget"):
+        context.state.pop("visits", None)
+        return Message(RecordDict(), reply_to=message)
     visits = context.state.metric_records.get("visits", MetricRecord({"n": 0}))
     context.state["visits"] = MetricRecord({"n": int(visits["n"]) + 1})
     message.content["config"]["seen"] = partition
@@ -121,6 +128,37 @@ def test_worker_processes_give_the_same_replies_in_the_same_order() -> None:
     assert os.getpid() not in pids
 
 
+def test_a_worker_that_dies_is_an_error_reply_and_the_rest_goes_on() -> None:
+    with LocalGrid("tests.engine.test_local_grid:app", 9, jobs=2) as grid:
+        nodes = [1, 2, 3, 4, 5, 6, 7, 8, 9]
+        replies = list(grid.send_and_receive(messages(grid, nodes, die=4)))
+        after = list(grid.send_and_receive(messages(grid, nodes)))
+    lost = [reply for reply in replies if reply.has_error()]
+    # the dead client and what was under way with it, three messages at the most
+    assert replies[4].has_error() and 1 <= len(lost) <= 3
+    assert all("worker process died" in (reply.error.reason or "") for reply in lost)
+    assert not any(reply.has_error() for reply in after)
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_a_client_may_empty_its_state(jobs: int) -> None:
+    with LocalGrid("tests.engine.test_local_grid:app", 2, jobs=jobs) as grid:
+        list(grid.send_and_receive(messages(grid, [1, 2])))
+        list(grid.send_and_receive(messages(grid, [1], forget=1)))
+        last = list(grid.send_and_receive(messages(grid, [1, 2])))
+    assert [reply.content["metrics"]["visits"] for reply in last] == [1, 2]
+
+
+def test_full_shared_memory_falls_back_to_an_ordinary_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    parcel = handover.pack({"w": np.arange(13.0)}, tmp_path / "full")
+    assert Path(parcel.path).parent == tmp_path
+    assert np.array_equal(handover.unpack(parcel)["w"], np.arange(13.0))
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_processes_need_an_importable_app() -> None:
     with pytest.raises(ValueError, match="jobs=2.*module:attribute"):
         LocalGrid(app, 3, jobs=2)
@@ -148,7 +186,8 @@ def test_closing_frees_what_was_never_read() -> None:
     grid = LocalGrid("tests.engine.test_local_grid:app", 5, jobs=2)
     replies = iter(grid.send_and_receive(messages(grid, [1, 2, 3, 4, 5])))
     next(replies)
-    folder = grid._folder
+    assert grid._pool is not None
+    folder = grid._pool.folder
     assert folder.is_dir()
     grid.close()
     assert not folder.exists()

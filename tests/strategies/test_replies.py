@@ -5,9 +5,10 @@ import pytest
 import torch
 from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
+from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 
 from fedfrozen_app.engine.local_grid import LocalGrid
-from fedfrozen_app.strategies import FedAvg, FedFrozen
+from fedfrozen_app.strategies import FedAvg, FedFrozen, QuorumError
 from fedfrozen_app.strategies.replies import (
     Addressees,
     in_client_order,
@@ -15,7 +16,7 @@ from fedfrozen_app.strategies.replies import (
     layout_of,
     refusal,
 )
-from fedfrozen_app.transport.arrays import to_record
+from fedfrozen_app.transport.arrays import to_record, to_tensors
 from fedfrozen_app.transport.payload import missing_reply, train_reply
 from tests.strategies.federation import Federation, initial
 
@@ -77,6 +78,10 @@ def test_arrays_that_lie_about_their_shape_or_cannot_be_read_are_refused(tmp_pat
     assert "arrays cannot be read" in (reason(reply) or "")
     record["head.bias"] = Array("float32", (5,), "pickle", good.data)
     assert "arrays cannot be read" in (reason(reply) or "")
+    huge = good.data.replace(b"(5,)", b"(5000000000000,)".ljust(4))
+    for data in (b"PK\x03\x04" + good.data, good.data[:20], huge, b""):
+        record["head.bias"] = Array("float32", (5,), "numpy.ndarray", data)
+        assert "arrays cannot be read" in (reason(reply) or ""), data[:30]
 
 
 def test_large_finite_values_are_finite_although_their_sum_is_not() -> None:
@@ -120,6 +125,47 @@ def test_whoever_asks_for_another_block_than_the_one_in_force_gets_none(tmp_path
     assert arrays is None
     assert federation.grid.take().bytes_down == 0
     assert strategy.report.refused == [f"client {c}: lacks the frozen block" for c in range(3)]
+
+
+@pytest.mark.parametrize("kind", [FedAvg, FlowerFedAvg])
+@pytest.mark.parametrize("odd", [{"train_loss": [0.5, 0.5]}, {"more": 1}, {"train_loss": None}])
+def test_metrics_that_differ_from_the_first_replys_are_refused(
+    tmp_path: Path, kind: type[FedAvg], odd: dict[str, Any]
+) -> None:
+    strategy = FedFrozen(kind(), warmup_rounds=0)
+    arrays, metrics = to_record(initial()), {"num-examples": 7, "train_loss": 0.5}
+    sent = list(strategy.configure_train(1, arrays, ConfigRecord(), Federation(tmp_path).grid))
+    replies = []
+    for i, message in enumerate(sorted(sent, key=lambda m: m.metadata.dst_node_id)):
+        values = {k: v for k, v in {**metrics, **(odd if i == 1 else {})}.items() if v is not None}
+        active = to_tensors(message.content["arrays"])
+        replies.append(train_reply(message, active, values))
+    whole, _ = strategy.aggregate_train(1, replies)
+    assert whole is not None
+    assert (strategy.report.clients, strategy.report.dropped) == (2, 1)
+    assert "not those of the round's first reply" in strategy.report.refused[0]
+
+
+def test_half_precision_replies_to_a_stock_rule_are_widened(tmp_path: Path) -> None:
+    def half(server_round: int, client: int, arrays: dict[str, torch.Tensor]) -> Any:
+        return {name: t.half() if client == 1 else t for name, t in arrays.items()}
+
+    strategy = FedFrozen(FlowerFedAvg(), warmup_rounds=0)
+    after, _ = Federation(tmp_path, tamper=half).run(strategy, 2)
+    assert strategy.report.dropped == 0
+    assert {tensor.dtype for tensor in after.values()} == {torch.float32}
+
+
+def test_a_stock_rule_has_a_quorum_too(tmp_path: Path) -> None:
+    def fail(server_round: int, client: int, arrays: object) -> None:
+        if client != 1:
+            raise RuntimeError("no power")
+
+    strategy = FedFrozen(FlowerFedAvg(), warmup_rounds=0, min_replies=0.5)
+    with pytest.raises(QuorumError, match="1 of 3 replies are usable"):
+        Federation(tmp_path, tamper=fail).run(strategy, 1)
+    with pytest.raises(ValueError, match="set min_replies on the wrapped FedAvg"):
+        FedFrozen(FedAvg(), min_replies=0.5)
 
 
 def test_a_reply_without_anything_is_refused(tmp_path: Path) -> None:

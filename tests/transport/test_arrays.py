@@ -95,3 +95,7 @@ def test_payload_bytes_count_elements_and_nothing_else() -> None:
     assert payload_bytes(content(to_record(TENSORS))) == expected
     assert payload_bytes(content(flower_record())) == expected
     assert payload_bytes(RecordDict()) == 0
+    odd = ArrayRecord()
+    odd["w"] = Array("bfloat16", (3,), "numpy.ndarray", b"123456")
+    assert payload_bytes(content(odd)) == 6  # a dtype NumPy does not know: what was sent
+    assert wire_bytes(content(odd)) > 6

@@ -13,14 +13,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from fedfrozen_app.config import (
-    NOT_YET,
-    ConfigError,
-    ConfigValue,
-    RunConfig,
-    parse_overrides,
-    read_experiment,
-)
+from fedfrozen_app.config import ConfigError, ConfigValue, RunConfig
+from fedfrozen_app.config_input import parse_overrides, read_experiment
+from fedfrozen_app.config_rules import NOT_YET
 
 app = typer.Typer(
     help="Federated fine-tuning of Transformers that sends only what still moves.",

@@ -9,8 +9,7 @@ is written as ``"auto"`` for names and ``-1`` for numbers.
 import difflib
 import os
 import re
-import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -24,6 +23,8 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from fedfrozen_app.config_rules import contradictions
+
 ConfigValue = str | int | float | bool
 
 DEFAULT_WARMUP_RATIO = 0.4
@@ -34,28 +35,6 @@ NAMED_WEIGHTS = ("auto", "pretrained", "base", "none")  # any other value is a f
 
 # The models of the FedFrozen paper's experiments (arXiv:2605.06446) by data set.
 DEFAULT_MODELS = {"digits": DIGITS_MODEL, "fashion-mnist": DIGITS_MODEL, "femnist": "vit-s-16"}
-# Values that belong to the project's vocabulary but that this version cannot run yet.
-NOT_YET = {
-    "strategy": ("fedprox", "scaffold", "fednova", "fedavgm", "fedadam", "latent"),
-    "model": ("resnet18-gn", "resnet34-gn", "tinygpt"),
-    "head": ("frozen-kaiming", "frozen-orthogonal"),
-}
-# (key, other key, values of the other with which the key acts): elsewhere it would do nothing
-ACTS_WITH = (
-    ("proximal-mu", "strategy", ("fedprox", "fednova")),
-    ("server-lr", "strategy", ("scaffold", "fedavgm", "fedadam")),
-    ("server-momentum", "strategy", ("fedavgm",)),
-    ("beta1", "strategy", ("fedadam",)),
-    ("beta2", "strategy", ("fedadam",)),
-    ("tau", "strategy", ("fedadam",)),
-    ("latent-dim", "strategy", ("latent",)),
-    ("latent-rank", "strategy", ("latent",)),
-    ("latent-bits", "strategy", ("latent",)),
-    ("generator", "strategy", ("latent",)),
-    ("alpha", "partitioner", ("dirichlet",)),
-    ("classes-per-client", "partitioner", ("shard",)),
-    ("momentum", "optimizer", ("sgd",)),
-)
 
 
 def rounds_of_ratio(ratio: float, rounds: int) -> int:
@@ -250,107 +229,9 @@ class RunConfig(BaseModel):
     @model_validator(mode="after")
     def _check_together(self) -> Self:
         """Refuse keys that contradict each other or that would silently do nothing."""
-        for problem in self._contradictions():
+        for problem in contradictions(self):
             raise ValueError(problem)
         return self
-
-    def _contradictions(self) -> Iterable[str]:
-        yield from self._unavailable()
-        yield from self._without_effect()
-        yield from self._freeze_problems()
-        yield from self._data_problems()
-
-    def _unavailable(self) -> Iterable[str]:
-        for key, names in NOT_YET.items():
-            if (value := getattr(self, key)) in names:
-                yield f"{key}={value} is not available in this version; choose {self._can(key)}"
-        if self.compression != "none":
-            yield (
-                f"compression={self.compression} is not available in this version; "
-                "use compression=none"
-            )
-
-    @classmethod
-    def _can(cls, key: str) -> str:
-        """Return the values of a key that this version has, as words."""
-        choices = getattr(cls.model_fields[key].annotation, "__args__", ())
-        names = [name for name in choices if name not in NOT_YET[key]]
-        return " or ".join(names) if names else f"another {key}"
-
-    def _is_set(self, key: str) -> bool:
-        """Whether a key has another value than its default."""
-        field = key.replace("-", "_")
-        return bool(getattr(self, field) != type(self).model_fields[field].default)
-
-    def _without_effect(self) -> Iterable[str]:
-        for key, other, needed in ACTS_WITH:
-            value, having = (getattr(self, name.replace("-", "_")) for name in (key, other))
-            if self._is_set(key) and having not in needed:
-                default = type(self).model_fields[key.replace("-", "_")].default
-                can = [name for name in needed if name not in NOT_YET.get(other, ())]
-                yield (
-                    f"{key}={value} has no effect with {other}={having}; leave it at {default}"
-                    + (f" or use {other}={' or '.join(can)}" if can else "")
-                )
-        if self.local_steps > 0 and self._is_set("local-epochs"):
-            yield (
-                f"local-steps={self.local_steps} and local-epochs={self.local_epochs} are both "
-                "set; set only one of them"
-            )
-        if self.value_l2 > 0 and not self.freezes:
-            yield (
-                f"value-l2={self.value_l2} acts after a freeze and this run has none; set a "
-                "warm-up shorter than the run or value-l2=0"
-            )
-        if self.jobs > 1 and self.engine == "flwr":
-            yield (
-                f"jobs={self.jobs} is for engine=local; with engine=flwr the number of clients "
-                "at once follows from threads, so set jobs=1"
-            )
-
-    def _freeze_problems(self) -> Iterable[str]:
-        if self.warmup_rounds >= 0 and self.warmup_ratio >= 0:
-            yield (
-                f"warmup-rounds={self.warmup_rounds} and warmup-ratio={self.warmup_ratio} are "
-                "both set; set only one of them"
-            )
-        if -1 < self.warmup_ratio < 0:
-            yield (
-                f"warmup-ratio must be in [0, 1] or -1 for not set, got {self.warmup_ratio}; "
-                "give the warm-up as a share of rounds"
-            )
-        if self.warmup_rounds > self.rounds:
-            yield (
-                f"warmup-rounds must be <= rounds={self.rounds}, got {self.warmup_rounds}; "
-                "shorten the warm-up or run more rounds"
-            )
-        if self.frozen == "all" and max(self.warmup_rounds, self.warmup_ratio) >= 0:
-            yield (
-                "frozen=all freezes nothing, so a warm-up has no effect; drop the warm-up key "
-                "or name what to freeze, for example frozen=query-key"
-            )
-        if self.frozen == "all" and self.strategy == "fedfrozen":
-            yield (
-                "strategy=fedfrozen with frozen=all freezes nothing; use strategy=fedavg or "
-                "frozen=query-key"
-            )
-
-    def _data_problems(self) -> Iterable[str]:
-        if -1 < self.public_fraction < 0:
-            yield (
-                f"public-fraction must be in [0, 1) or -1 for auto, got {self.public_fraction}; "
-                "use 0 to give all training data to the clients"
-            )
-        if self.resolved_weights == "base" and self.resolved_public_fraction == 0:
-            yield (
-                "weights=base is trained on the public data, but public-fraction=0; set "
-                f"public-fraction={DEFAULT_PUBLIC_FRACTION} or weights=none"
-            )
-        if self.dataset == "digits" and (self.data_dir or self.image_column or self.label_column):
-            yield (
-                "dataset=digits is bundled, so data-dir, image-column and label-column have no "
-                "effect; leave them empty or set dataset to a name for that data"
-            )
 
     # --- what "auto" and -1 stand for ---------------------------------------------------
     @property
@@ -475,54 +356,3 @@ def _explain(error: Any) -> str:
     field = RunConfig.model_fields[key.replace("-", "_")]
     rule = error["msg"].removeprefix("Input ")
     return f"{key}: {rule}, got {error['input']!r}; default {field.default!r} ({field.description})"
-
-
-def parse_overrides(texts: Iterable[str]) -> dict[str, ConfigValue]:
-    """Parse ``key=value`` texts; one text may hold several, as ``"lr=0.1 rounds=3"``."""
-    pairs = [pair for text in texts for pair in re.split(r"\s+(?=[A-Za-z][\w-]*=)", text.strip())]
-    return dict(map(parse_override, pairs))
-
-
-def parse_override(text: str) -> tuple[str, ConfigValue]:
-    """Parse one ``key=value``; quotes around a value may be left out.
-
-    A key that takes a string gets the text as it stands; any other value is read as TOML.
-    """
-    key, sign, raw = (part.strip() for part in text.partition("="))
-    if not sign or not key:
-        raise ConfigError(f"expected key=value, got {text!r}; for example lr=0.01")
-    quoted = len(raw) > 1 and raw[0] == raw[-1] and raw[0] in "'\""
-    field = RunConfig.model_fields.get(key.replace("-", "_"))
-    if field is not None and field.annotation is str:
-        return key, raw[1:-1] if quoted else raw
-    try:
-        value = tomllib.loads(f"v = {raw}")["v"]
-    except tomllib.TOMLDecodeError:
-        value = raw
-    if not isinstance(value, str | int | float | bool):
-        raise ConfigError(f"{key} takes a string, number or boolean, got {raw!r}")
-    return key, value
-
-
-def read_experiment(path: Path) -> dict[str, Any]:
-    """Read the flat config keys of an experiment TOML.
-
-    Raises
-    ------
-    ConfigError
-        If the file is missing, no TOML, or a grid of runs.
-    """
-    try:
-        content = tomllib.loads(path.read_text())
-    except FileNotFoundError:
-        raise ConfigError(f"experiment file {str(path)!r} does not exist") from None
-    except OSError as error:
-        raise ConfigError(f"{str(path)!r} cannot be read: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"experiment file {str(path)!r} is not valid TOML: {error}") from None
-    if "sweep" in content:
-        raise ConfigError(
-            f"{str(path)!r} has a [sweep], which is a grid of runs, and this is one run; take it "
-            "out and give single values"
-        )
-    return content

@@ -4,12 +4,8 @@ from typing import Any
 
 import pytest
 
-from fedfrozen_app.config import (
-    ConfigError,
-    RunConfig,
-    parse_overrides,
-    read_experiment,
-)
+from fedfrozen_app.config import ConfigError, RunConfig
+from fedfrozen_app.config_input import parse_overrides, read_experiment
 
 EXPERIMENTS = sorted((Path(__file__).parents[1] / "experiments").glob("*.toml"))
 PYPROJECT = Path(__file__).parents[1] / "pyproject.toml"

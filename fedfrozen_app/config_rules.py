@@ -1,0 +1,137 @@
+"""What keys of a run config cannot go together, or would change nothing about the result."""
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from fedfrozen_app.config import RunConfig
+
+# Values that belong to the project's vocabulary but that this version cannot run yet.
+NOT_YET = {
+    "strategy": ("fedprox", "scaffold", "fednova", "fedavgm", "fedadam", "latent"),
+    "model": ("resnet18-gn", "resnet34-gn", "tinygpt"),
+    "head": ("frozen-kaiming", "frozen-orthogonal"),
+}
+# (key, other key, values of the other with which the key acts): elsewhere it would do nothing
+ACTS_WITH = (
+    ("proximal-mu", "strategy", ("fedprox", "fednova")),
+    ("server-lr", "strategy", ("scaffold", "fedavgm", "fedadam")),
+    ("server-momentum", "strategy", ("fedavgm",)),
+    ("beta1", "strategy", ("fedadam",)),
+    ("beta2", "strategy", ("fedadam",)),
+    ("tau", "strategy", ("fedadam",)),
+    ("latent-dim", "strategy", ("latent",)),
+    ("latent-rank", "strategy", ("latent",)),
+    ("latent-bits", "strategy", ("latent",)),
+    ("generator", "strategy", ("latent",)),
+    ("alpha", "partitioner", ("dirichlet",)),
+    ("classes-per-client", "partitioner", ("shard",)),
+    ("momentum", "optimizer", ("sgd",)),
+)
+
+
+def contradictions(config: "RunConfig") -> Iterable[str]:
+    """Yield what is wrong with a config whose values are each in range, remedy included."""
+    yield from _unavailable(config)
+    yield from _without_effect(config)
+    yield from _freeze_problems(config)
+    yield from _data_problems(config)
+
+
+def _unavailable(config: "RunConfig") -> Iterable[str]:
+    for key, names in NOT_YET.items():
+        if (value := getattr(config, key)) in names:
+            yield f"{key}={value} is not available in this version; choose {_can(config, key)}"
+    if config.compression != "none":
+        yield (
+            f"compression={config.compression} is not available in this version; "
+            "use compression=none"
+        )
+
+
+def _can(config: "RunConfig", key: str) -> str:
+    """Return the values of a key that this version has, as words."""
+    choices = getattr(type(config).model_fields[key].annotation, "__args__", ())
+    names = [name for name in choices if name not in NOT_YET[key]]
+    return " or ".join(names) if names else f"another {key}"
+
+
+def _is_set(config: "RunConfig", key: str) -> bool:
+    """Whether a key has another value than its default."""
+    field = key.replace("-", "_")
+    return bool(getattr(config, field) != type(config).model_fields[field].default)
+
+
+def _without_effect(config: "RunConfig") -> Iterable[str]:
+    for key, other, needed in ACTS_WITH:
+        value, having = (getattr(config, name.replace("-", "_")) for name in (key, other))
+        if _is_set(config, key) and having not in needed:
+            default = type(config).model_fields[key.replace("-", "_")].default
+            can = [name for name in needed if name not in NOT_YET.get(other, ())]
+            yield (
+                f"{key}={value} has no effect with {other}={having}; leave it at {default}"
+                + (f" or use {other}={' or '.join(can)}" if can else "")
+            )
+    if config.local_steps > 0 and _is_set(config, "local-epochs"):
+        yield (
+            f"local-steps={config.local_steps} and local-epochs={config.local_epochs} are both "
+            "set; set only one of them"
+        )
+    if config.value_l2 > 0 and not config.freezes:
+        yield (
+            f"value-l2={config.value_l2} acts after a freeze and this run has none; set a "
+            "warm-up shorter than the run or value-l2=0"
+        )
+    if config.jobs > 1 and config.engine == "flwr":
+        yield (
+            f"jobs={config.jobs} is for engine=local; with engine=flwr the number of clients "
+            "at once follows from threads, so set jobs=1"
+        )
+
+
+def _freeze_problems(config: "RunConfig") -> Iterable[str]:
+    if config.warmup_rounds >= 0 and config.warmup_ratio >= 0:
+        yield (
+            f"warmup-rounds={config.warmup_rounds} and warmup-ratio={config.warmup_ratio} are "
+            "both set; set only one of them"
+        )
+    if -1 < config.warmup_ratio < 0:
+        yield (
+            f"warmup-ratio must be in [0, 1] or -1 for not set, got {config.warmup_ratio}; "
+            "give the warm-up as a share of rounds"
+        )
+    if config.warmup_rounds > config.rounds:
+        yield (
+            f"warmup-rounds must be <= rounds={config.rounds}, got {config.warmup_rounds}; "
+            "shorten the warm-up or run more rounds"
+        )
+    if config.frozen == "all" and max(config.warmup_rounds, config.warmup_ratio) >= 0:
+        yield (
+            "frozen=all freezes nothing, so a warm-up has no effect; drop the warm-up key "
+            "or name what to freeze, for example frozen=query-key"
+        )
+    if config.frozen == "all" and config.strategy == "fedfrozen":
+        yield (
+            "strategy=fedfrozen with frozen=all freezes nothing; use strategy=fedavg or "
+            "frozen=query-key"
+        )
+
+
+def _data_problems(config: "RunConfig") -> Iterable[str]:
+    if -1 < config.public_fraction < 0:
+        yield (
+            f"public-fraction must be in [0, 1) or -1 for auto, got {config.public_fraction}; "
+            "use 0 to give all training data to the clients"
+        )
+    if config.resolved_weights == "base" and config.resolved_public_fraction == 0:
+        yield (
+            "weights=base is trained on the public data, but public-fraction=0; set "
+            "public-fraction=0.15 or weights=none"
+        )
+    if config.dataset == "digits" and (
+        config.data_dir or config.image_column or config.label_column
+    ):
+        yield (
+            "dataset=digits is bundled, so data-dir, image-column and label-column have no "
+            "effect; leave them empty or set dataset to a name for that data"
+        )

@@ -1,3 +1,4 @@
+import multiprocessing
 import os
 import tempfile
 from pathlib import Path
@@ -138,6 +139,7 @@ def test_a_worker_that_dies_is_an_error_reply_and_the_rest_goes_on() -> None:
     assert replies[4].has_error() and 1 <= len(lost) <= 3
     assert all("worker process died" in (reply.error.reason or "") for reply in lost)
     assert not any(reply.has_error() for reply in after)
+    assert multiprocessing.active_children() == []
 
 
 @pytest.mark.parametrize("jobs", [1, 2])

@@ -79,7 +79,10 @@ def test_a_node_is_asked_once_and_a_new_one_when_it_joins() -> None:
 
 
 def test_nodes_that_cannot_answer_are_left_out() -> None:
-    assert members(Nodes({13: (0, 2), 97: None}), 2) == {0: 13}
+    grid = Nodes({13: (0, 2), 97: None})
+    roster = Roster(2, timeout=0.5)
+    assert roster(grid, 1) == roster(grid, 1) == {0: 13}
+    assert grid.asked == [13, 97]  # nobody is asked twice
 
 
 def test_too_few_nodes_end_in_an_error_that_counts_them() -> None:

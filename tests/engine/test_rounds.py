@@ -10,8 +10,9 @@ import timm
 import torch
 
 from fedfrozen_app.config import ConfigError, RunConfig
+from fedfrozen_app.engine import rounds
 from fedfrozen_app.engine.local_grid import LocalGrid
-from fedfrozen_app.engine.rounds import run_federation
+from fedfrozen_app.engine.rounds import prepare, run_federation
 from fedfrozen_app.models.selection import Selection
 from fedfrozen_app.runs.store import RoundMetrics, RunFolder
 from fedfrozen_app.strategies import QuorumError
@@ -246,12 +247,18 @@ def test_a_run_below_the_quorum_stops_with_everything_saved(
     assert equal(saved, whole.model)
 
 
-def test_an_existing_run_is_never_overwritten(tmp_path: Path, cache: str) -> None:
+def test_an_existing_run_is_never_overwritten(
+    tmp_path: Path, cache: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     keys: dict[str, Any] = {"rounds": 1, "local_steps": 1, "warmup_rounds": 1, "eval_every": 0}
     first = Run(tmp_path, cache, run_name="mine", **keys)
     with pytest.raises(ConfigError, match=r"run-name='mine'.*exists.*choose another run-name"):
         Run(tmp_path, cache, run_name="mine", **keys)
     assert len(first.folder.metrics()) == 2
+    with monkeypatch.context() as patch:  # it is refused before any data is read
+        patch.setattr(rounds, "resident", lambda config: pytest.fail("loaded"))
+        with pytest.raises(ConfigError, match="run-name='mine'"):
+            prepare(first.config)
     names = [Run(tmp_path, cache, **keys).folder.path.name for _ in range(2)]
     assert names == ["digits-fedfrozen-seed1", "digits-fedfrozen-seed1-2"]
 

@@ -148,6 +148,10 @@ def test_a_second_start_with_the_same_object_is_a_run_of_its_own(tmp_path: Path)
     fresh = run(FedFrozen(warmup_ratio=0.5, fraction_evaluate=0.0), 5, 6)
     assert used.schedule.stages == ((1, "all"), (4, "query-key"))
     assert all(np.array_equal(again[name], fresh[name]) for name in fresh)
+    frozen_at_once = FedFrozen(warmup_rounds=0, fraction_evaluate=0.0)
+    run(frozen_at_once, 3, 1)
+    kernel = run(frozen_at_once, 5, 1)[QKV][KERNEL]
+    assert np.array_equal(kernel, initial(5)[QKV][KERNEL].numpy())
 
 
 def test_the_weight_key_of_a_wrapped_wrapper_counts(tmp_path: Path) -> None:

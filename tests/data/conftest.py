@@ -6,8 +6,6 @@ import pytest
 
 from fedfrozen_app.config import RunConfig
 
-SHARED_DATA = Path(__file__).resolve().parents[2] / ".." / "shared" / "data"
-
 
 @pytest.fixture(autouse=True, scope="package")
 def no_progress_bars() -> None:
@@ -24,10 +22,3 @@ def run_config(tmp_path: Path) -> Callable[..., RunConfig]:
         return RunConfig(cache_dir=str(tmp_path / "cache"), **settings)
 
     return build
-
-
-@pytest.fixture
-def shared_data() -> Path:
-    if not SHARED_DATA.is_dir():
-        pytest.skip(f"no real data sets beside the checkout ({SHARED_DATA})")
-    return SHARED_DATA

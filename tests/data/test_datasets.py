@@ -339,11 +339,11 @@ def test_unknown_name_is_refused_with_the_closest_one(run_config, monkeypatch):
     ],
 )
 def test_real_files_decode_under_their_presets(
-    run_config, shared_data, tmp_path, name, shape, num_classes, some_class
+    run_config, shared, tmp_path, name, shape, num_classes, some_class
 ):
     import pyarrow.parquet as pq
 
-    for path in (shared_data / name).glob("*.parquet"):
+    for path in (shared / "data" / name).glob("*.parquet"):
         rows = next(pq.ParquetFile(path).iter_batches(1009))
         with pq.ParquetWriter(tmp_path / path.name, rows.schema) as writer:
             writer.write_batch(rows)

@@ -161,6 +161,8 @@ def test_a_timm_model_loads_strictly_into_timm(image_size):
     ours = small(**{"image-size": image_size})
     plain = timm.create_model("test_vit", img_size=image_size or 160, num_classes=7)
     plain.load_state_dict(ours.state_dict(), strict=True)
+    pixels = torch.zeros(1, 3, image_size or 160, image_size or 160)
+    assert torch.equal(plain.eval()(pixels), ours.eval()(pixels))
 
 
 @pytest.mark.skipif(not DINO.exists(), reason="the pretrained ViT is not beside this checkout")

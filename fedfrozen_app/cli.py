@@ -101,9 +101,8 @@ def show_own_log() -> None:
 def run_here(config: RunConfig) -> Path:
     """Run in this process and return the run folder."""
     from fedfrozen_app.engine.local_grid import LocalGrid
-    from fedfrozen_app.engine.rounds import run_federation
+    from fedfrozen_app.engine.rounds import prepare, run_federation
     from fedfrozen_app.runs.store import RoundMetrics
-    from fedfrozen_app.training.worker import resident
 
     logging.getLogger("flwr").setLevel(logging.WARNING)  # the progress bar says the rest
     columns = (
@@ -113,10 +112,10 @@ def run_here(config: RunConfig) -> Path:
         TimeElapsedColumn(),
         TextColumn("{task.fields[note]}"),
     )
-    num_clients = resident(config).num_clients
+    worker, _ = prepare(config)
     with (
         Progress(*columns, console=console) as progress,
-        LocalGrid(CLIENT_APP, num_clients, config.to_mapping(), jobs=config.jobs) as grid,
+        LocalGrid(CLIENT_APP, worker.num_clients, config.to_mapping(), jobs=config.jobs) as grid,
     ):
         task = progress.add_task("rounds", total=config.rounds, note="loading")
 
@@ -133,9 +132,8 @@ def run_flower(config: RunConfig) -> Path:
     """Run through Flower's own runtime and return the run folder."""
     from fedfrozen_app.engine.flower import run_with_flower
     from fedfrozen_app.engine.rounds import prepare
-    from fedfrozen_app.runs.store import RunFolder, check_free, free_name
+    from fedfrozen_app.runs.store import RunFolder, free_name
 
-    check_free(config)
     prepare(config)  # what is wrong is said here, not by a process of Flower's runtime
     config = config.model_copy(update={"run_name": free_name(config)})
     code = run_with_flower(config, lambda line: console.print(line, markup=False, highlight=False))

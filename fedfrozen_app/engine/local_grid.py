@@ -117,8 +117,10 @@ class LocalGrid(Grid):
 
         ``timeout`` has no meaning here: a client runs to its end, in this process.
         """
-        numbered = [self._number(message) for message in messages]
-        return self._in_processes(numbered) if self.jobs > 1 else self._in_turn(numbered)
+        return self._replies([self._number(message) for message in messages])
+
+    def _replies(self, messages: list[Message]) -> Iterator[Message]:
+        return self._in_processes(messages) if self.jobs > 1 else self._in_turn(messages)
 
     def _number(self, message: Message) -> Message:
         message.metadata.__dict__["_message_id"] = str(next(self._ids))
@@ -190,7 +192,7 @@ class LocalGrid(Grid):
     def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
         """Run pushed messages and return their replies."""
         found = [self._pushed.pop(key) for key in message_ids if key in self._pushed]
-        return list(self._in_processes(found) if self.jobs > 1 else self._in_turn(found))
+        return list(self._replies(found))
 
     def create_message(
         self,

@@ -14,7 +14,7 @@ from fedfrozen_app.runs.store import RoundMetrics, RunFolder, check_free
 from fedfrozen_app.strategies import FedAvg, FedFrozen, FreezeSchedule
 from fedfrozen_app.training.worker import Worker, resident
 from fedfrozen_app.transport.arrays import to_record, to_tensors
-from fedfrozen_app.transport.ledger import LedgerGrid, Traffic
+from fedfrozen_app.transport.ledger import LedgerGrid
 
 OnRound = Callable[[RoundMetrics], None]
 
@@ -74,13 +74,11 @@ class Federation:
         """Test the model, if it is due, and write the round's line."""
         loss, accuracy = self._test(server_round, arrays)
         report, traffic = self.strategy.report, self.grid.take()
-        if server_round == 0:
-            traffic = Traffic()
         metrics = RoundMetrics(
             round=server_round,
             phase=self._phase(server_round),
             strategy=self.config.strategy,
-            train_loss=report.mean("train_loss") if server_round else None,
+            train_loss=report.mean("train_loss"),
             test_loss=loss,
             test_accuracy=accuracy,
             clients=report.clients,

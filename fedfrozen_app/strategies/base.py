@@ -26,17 +26,13 @@ from fedfrozen_app.strategies.replies import (
     RoundReport,
     accepted,
     check_quorum,
+    check_share,
     in_client_order,
     layout_of,
 )
 from fedfrozen_app.strategies.sampling import Members, nodes_in_order, sample_cohort
 from fedfrozen_app.transport.arrays import to_record, to_tensors
-from fedfrozen_app.transport.payload import (
-    PARTITION_ID,
-    SERVER_ROUND,
-    client_of,
-    first_arrays,
-)
+from fedfrozen_app.transport.payload import PARTITION_ID, SERVER_ROUND, first_arrays
 
 Tensors = dict[str, torch.Tensor]
 
@@ -75,10 +71,7 @@ class ServerRule(FlowerFedAvg):
         **flower: Any,
     ) -> None:
         super().__init__(**flower)
-        if not 0 <= min_replies <= 1:
-            raise ValueError(
-                f"min_replies must be in [0, 1], got {min_replies}; it is a share of the cohort"
-            )
+        check_share(min_replies)
         self.seed = seed
         self.members = members
         self.min_replies = min_replies
@@ -173,7 +166,8 @@ class ServerRule(FlowerFedAvg):
             self.report,
             client,
         )
-        arrays = self.aggregate(self._global, map(self._update, good))
+        updates = (self._update(reply, client(reply)) for reply in good)
+        arrays = self.aggregate(self._global, updates)
         self._sent, self._global = [], {}  # they hold the old model in memory
         check_quorum(self.report, self.min_replies, server_round)
         if arrays is None:
@@ -181,9 +175,8 @@ class ServerRule(FlowerFedAvg):
         contents = [RecordDict({"metrics": metrics}) for metrics in self.report.metrics]
         return to_record(arrays), self.train_metrics_aggr_fn(contents, self.weighted_by_key)
 
-    def _update(self, reply: Message) -> Update:
+    def _update(self, reply: Message, client: int) -> Update:
         _, record = first_arrays(reply.content)
         metrics = next(iter(reply.content.metric_records.values()))
         weight = float(metrics[self.weighted_by_key])  # type: ignore[arg-type]
-        client = client_of(reply, reply.metadata.src_node_id)
         return Update(client, weight, to_tensors(record), metrics)

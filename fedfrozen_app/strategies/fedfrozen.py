@@ -34,6 +34,7 @@ from fedfrozen_app.strategies.replies import (
     RoundReport,
     accepted,
     check_quorum,
+    check_share,
     in_client_order,
     layout_of,
 )
@@ -124,10 +125,7 @@ class FedFrozen(Strategy):
             raise ValueError(f"warmup_ratio must be in [0, 1], got {warmup_ratio}")
         if value_l2 < 0:
             raise ValueError(f"value_l2 must be >= 0, got {value_l2}")
-        if not 0 <= min_replies <= 1:
-            raise ValueError(
-                f"min_replies must be in [0, 1], got {min_replies}; it is a share of the cohort"
-            )
+        check_share(min_replies)
         if min_replies > 0 and isinstance(strategy, ServerRule):
             raise ValueError(f"set min_replies on the wrapped {type(strategy).__name__} instead")
         self.strategy = strategy or FedAvg(min_replies=min_replies, **fedavg)
@@ -282,12 +280,11 @@ class FedFrozen(Strategy):
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Let the inner strategy average; return whole models, frozen entries untouched."""
-        client = Addressees(self._sent)
-        stream = in_client_order(self._grid, self._complete(replies), client)
+        stream = self._complete(replies)
         if isinstance(self.strategy, ServerRule):
             arrays, metrics = self.strategy.aggregate_train(server_round, stream)
         else:
-            arrays, metrics = self._aggregate_stock(server_round, stream, client)
+            arrays, metrics = self._aggregate_stock(server_round, stream)
         self._sent = []  # they hold the old model in memory
         if self.report.clients == 0 and self.state.block is not None:
             log(ERROR, "round %d: %s", server_round, NOBODY)
@@ -305,11 +302,12 @@ class FedFrozen(Strategy):
         return self.strategy.aggregate_evaluate(server_round, list(self._complete(replies)))
 
     def _aggregate_stock(
-        self, server_round: int, replies: Iterable[Message], client: Addressees
+        self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Show a stock strategy the usable replies, as whole models."""
-        key, report = weight_key(self.strategy), self._report
-        good = list(accepted(replies, self._expected, key, server_round, report, client))
+        """Show a stock strategy the usable replies in client order, as whole models."""
+        client, key, report = Addressees(self._sent), weight_key(self.strategy), self._report
+        ordered = in_client_order(self._grid, replies, client)
+        good = list(accepted(ordered, self._expected, key, server_round, report, client))
         check_quorum(report, self.min_replies, server_round)
         for reply in good:
             name, record = first_arrays(reply.content)

@@ -211,6 +211,14 @@ def accepted(
         yield reply
 
 
+def check_share(min_replies: float) -> None:
+    """Raise ValueError if ``min_replies`` is no share of a cohort."""
+    if not 0 <= min_replies <= 1:
+        raise ValueError(
+            f"min_replies must be in [0, 1], got {min_replies}; it is a share of the cohort"
+        )
+
+
 def check_quorum(report: RoundReport, min_replies: float, server_round: int) -> None:
     """Raise QuorumError if a round has too few usable replies, naming the first reasons."""
     needed = math.ceil(min_replies * report.cohort - 1e-9)

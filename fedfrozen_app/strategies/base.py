@@ -21,7 +21,6 @@ from flwr.supercore import log
 
 from fedfrozen_app.models.selection import Selection
 from fedfrozen_app.strategies.replies import (
-    Addressees,
     Layout,
     RoundReport,
     accepted,
@@ -32,7 +31,7 @@ from fedfrozen_app.strategies.replies import (
 )
 from fedfrozen_app.strategies.sampling import Members, nodes_in_order, sample_cohort
 from fedfrozen_app.transport.arrays import to_record, to_tensors
-from fedfrozen_app.transport.payload import PARTITION_ID, SERVER_ROUND, first_arrays
+from fedfrozen_app.transport.payload import PARTITION_ID, SERVER_ROUND, Addressees, first_arrays
 
 Tensors = dict[str, torch.Tensor]
 

@@ -29,7 +29,6 @@ from fedfrozen_app.models.selection import Selection, value_rows
 from fedfrozen_app.strategies.base import ServerRule, Tensors
 from fedfrozen_app.strategies.fedavg import FedAvg
 from fedfrozen_app.strategies.replies import (
-    Addressees,
     Layout,
     RoundReport,
     accepted,
@@ -41,7 +40,7 @@ from fedfrozen_app.strategies.replies import (
 from fedfrozen_app.strategies.schedule import FreezeSchedule
 from fedfrozen_app.transport.arrays import to_record, to_tensors
 from fedfrozen_app.transport.block import FrozenBlock
-from fedfrozen_app.transport.payload import NUM_EXAMPLES, first_arrays
+from fedfrozen_app.transport.payload import NUM_EXAMPLES, Addressees, first_arrays
 
 NOBODY = (
     "no reply could be used, so the model stays; once something is frozen, clients read messages "

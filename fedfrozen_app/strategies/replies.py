@@ -13,7 +13,7 @@ from flwr.serverapp import Grid
 from flwr.supercore import log
 
 from fedfrozen_app.transport.arrays import to_tensors
-from fedfrozen_app.transport.payload import SERVER_ROUND, client_of, missing_digest
+from fedfrozen_app.transport.payload import SERVER_ROUND, missing_digest
 
 NON_FINITE = "non-finite values"
 ANSI_STYLE = re.compile(r"\x1b\[[0-9;]*m")
@@ -149,33 +149,6 @@ def is_finite(tensor: torch.Tensor) -> bool:
     if not tensor.is_floating_point() or math.isfinite(float(tensor.sum())):
         return True
     return bool(torch.isfinite(tensor).all())
-
-
-class Addressees:
-    """Which client a reply belongs to, error replies included, from the messages sent.
-
-    A reply with content says so itself. An error reply has none: it is known by the
-    message it answers, or by its node where that serves one client of the round.
-    """
-
-    def __init__(self, sent: Iterable[Message]) -> None:
-        self._by_message: dict[str, int] = {}
-        self._by_node: dict[int, set[int]] = {}
-        for message in sent:
-            meta = message.metadata
-            client = client_of(message, meta.dst_node_id)
-            self._by_node.setdefault(meta.dst_node_id, set()).add(client)
-            if meta.message_id:  # set when the message went out
-                self._by_message[meta.message_id] = client
-
-    def __call__(self, reply: Message) -> int:
-        """Return the client's id, or the node's where nothing else is known."""
-        meta = reply.metadata
-        known = self._by_message.get(meta.reply_to_message_id)
-        if known is None:
-            clients = self._by_node.get(meta.src_node_id, set())
-            known = next(iter(clients)) if len(clients) == 1 else meta.src_node_id
-        return client_of(reply, known)
 
 
 def in_client_order(

@@ -19,6 +19,7 @@ from flwr.supercore import log
 from fedfrozen_app.transport.arrays import to_record
 from fedfrozen_app.transport.frozen_cache import digest
 from fedfrozen_app.transport.payload import (
+    Addressees,
     attach_frozen,
     client_of,
     mark,
@@ -61,17 +62,20 @@ class FrozenBlock:
         On an ordered grid a client is asked again before the next one is heard, so that the
         order holds; elsewhere all are asked at once, after the other replies.
         """
+        client_of_reply = Addressees(self._sent.values())
         if getattr(grid, "ordered", False):
             for reply in replies:
-                yield from self._answer([reply], grid, timeout)
+                yield from self._answer([reply], client_of_reply, grid, timeout)
         else:
-            yield from self._answer(replies, grid, timeout)
+            yield from self._answer(replies, client_of_reply, grid, timeout)
         self._sent = {}  # they hold the old model in memory
 
-    def _answer(self, replies: Iterable[Message], grid: Grid, timeout: float) -> Iterator[Message]:
+    def _answer(
+        self, replies: Iterable[Message], client_of_reply: Addressees, grid: Grid, timeout: float
+    ) -> Iterator[Message]:
         again = []
         for reply in replies:
-            client = client_of(reply, reply.metadata.src_node_id)
+            client = client_of_reply(reply)
             if missing_digest(reply) == self.digest and client in self._sent:
                 log(INFO, "client %d lacks the frozen block; it is sent again", client)
                 self.holders.discard(client)
@@ -80,7 +84,7 @@ class FrozenBlock:
                 yield self._confirm(reply, client)
         if again:
             for reply in grid.send_and_receive(again, timeout=timeout):
-                yield self._confirm(reply, client_of(reply, reply.metadata.src_node_id))
+                yield self._confirm(reply, client_of_reply(reply))
 
     def _with_block(self, sent: Message) -> Message:
         meta = sent.metadata

@@ -9,7 +9,7 @@ Down: ``{"arrays": active, "frozen": block?, "config": {server-round, partition-
 Up: ``{"arrays": active, "metrics": {num-examples, ...}, "reply": {partition-id, ...}}``
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -172,3 +172,30 @@ def client_of(message: Message, default: int) -> int:
         if name in records and isinstance(value := records[name].get(PARTITION_ID), int):
             return value
     return default
+
+
+class Addressees:
+    """Which client a reply belongs to, error replies included, from the messages sent.
+
+    A reply with content says so itself. An error reply has none: it is known by the
+    message it answers, or by its node where that serves one client of the round.
+    """
+
+    def __init__(self, sent: Iterable[Message]) -> None:
+        self._by_message: dict[str, int] = {}
+        self._by_node: dict[int, set[int]] = {}
+        for message in sent:
+            meta = message.metadata
+            client = client_of(message, meta.dst_node_id)
+            self._by_node.setdefault(meta.dst_node_id, set()).add(client)
+            if meta.message_id:  # set when the message went out
+                self._by_message[meta.message_id] = client
+
+    def __call__(self, reply: Message) -> int:
+        """Return the client's id, or the node's where nothing else is known."""
+        meta = reply.metadata
+        known = self._by_message.get(meta.reply_to_message_id)
+        if known is None:
+            clients = self._by_node.get(meta.src_node_id, set())
+            known = next(iter(clients)) if len(clients) == 1 else meta.src_node_id
+        return client_of(reply, known)

@@ -10,14 +10,13 @@ from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 from fedfrozen_app.engine.local_grid import LocalGrid
 from fedfrozen_app.strategies import FedAvg, FedFrozen, QuorumError
 from fedfrozen_app.strategies.replies import (
-    Addressees,
     in_client_order,
     is_finite,
     layout_of,
     refusal,
 )
 from fedfrozen_app.transport.arrays import to_record, to_tensors
-from fedfrozen_app.transport.payload import missing_reply, train_reply
+from fedfrozen_app.transport.payload import Addressees, missing_reply, train_reply
 from tests.strategies.federation import Federation, initial
 
 

@@ -11,8 +11,12 @@ import torch
 from safetensors import SafetensorError
 
 
-def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+def write_tensors(
+    path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None
+) -> None:
     """Write a state dict; views are stored as they look, not with all of their storage.
+
+    ``metadata`` is stored in the file's header beside the format's own entry.
 
     Raises
     ------
@@ -21,7 +25,7 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     """
     own = {name: _standing_alone(tensor) for name, tensor in tensors.items()}
     try:
-        safetensors.torch.save_file(own, path, metadata={"format": "pt"})
+        safetensors.torch.save_file(own, path, metadata={**(metadata or {}), "format": "pt"})
     except SafetensorError as error:  # the library's word for an I/O error, too
         code = re.search(r"os error (\d+)", str(error))
         number = int(code[1]) if code else errno.EIO

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 
 from fedfrozen_app.tensor_file import write_tensors
 
@@ -15,6 +15,15 @@ def test_views_are_stored_as_they_look(tmp_path: Path) -> None:
     back = safetensors.torch.load_file(tmp_path / "a")
     assert torch.equal(back["rows"], whole[:3]) and torch.equal(back["columns"], whole[:, :2])
     assert (tmp_path / "a").stat().st_size < 1200
+
+
+def test_metadata_stands_beside_the_formats_own_entry(tmp_path: Path) -> None:
+    write_tensors(tmp_path / "plain", {"w": torch.zeros(3)})
+    write_tensors(tmp_path / "more", {"w": torch.zeros(3)}, {"selection": "é"})
+    with safe_open(tmp_path / "plain", framework="pt") as file:
+        assert file.metadata() == {"format": "pt"}
+    with safe_open(tmp_path / "more", framework="pt") as file:
+        assert file.metadata() == {"format": "pt", "selection": "é"}
 
 
 def test_an_error_of_the_library_keeps_the_systems_number(

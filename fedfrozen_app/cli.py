@@ -174,7 +174,8 @@ def show_config(words: Words = None, overrides: Overrides = None) -> None:
 def type_name(annotation: object, missing: Collection[str] = ()) -> str:
     """Return a short name of a config key's type, choices that are missing left out."""
     choices = [choice for choice in getattr(annotation, "__args__", ()) if choice not in missing]
-    return " | ".join(map(str, choices)) if choices else getattr(annotation, "__name__", "str")
+    names = [getattr(choice, "__name__", str(choice)) for choice in choices or [annotation]]
+    return " | ".join(names)
 
 
 @app.command()

@@ -4,12 +4,15 @@ from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
 from fedfrozen_app.engine.roster import NUM_PARTITIONS, QUERY_PARTITION
+from fedfrozen_app.strategies.effective_steps import effective_steps
+from fedfrozen_app.training.client_rules import ClientRules
 from fedfrozen_app.training.worker import client_config, resident
 from fedfrozen_app.transport.payload import (
     NUM_EXAMPLES,
     PARTITION_ID,
     REPLY,
     SERVER_ROUND,
+    STEPS,
     MissingFrozenBlock,
     missing_reply,
     open_payload,
@@ -30,18 +33,25 @@ def train(message: Message, context: Context) -> Message:
     config = payload.config
     partition_id = int(config.get(PARTITION_ID, context.node_config.get(PARTITION_ID, -1)))  # type: ignore[arg-type]
     worker.load(payload)
-    result = worker.train(
-        partition_id,
-        int(config[SERVER_ROUND]),  # type: ignore[arg-type]
-        payload.value_l2,
+    rules = ClientRules(
+        payload,
+        worker.entries,
+        worker.selection,
+        partition_id=partition_id,
+        state=context.state,
+        folder=worker.client_states,
+        own_node=context.node_config.get(NUM_PARTITIONS) == worker.num_clients,
     )
+    result = worker.train(partition_id, int(config[SERVER_ROUND]), rules.hooks)  # type: ignore[arg-type]
+    active = worker.active()
+    step_sizes = worker.config.lr * effective_steps(result.steps, momentum=worker.config.momentum)
     metrics = {
         NUM_EXAMPLES: result.num_examples,
         "train_loss": result.train_loss,
         "train_seconds": result.seconds,
-        "steps": result.steps,
+        STEPS: result.steps,
     }
-    return train_reply(message, worker.active(), metrics)
+    return train_reply(message, {**active, **rules.finish(active, step_sizes)}, metrics)
 
 
 @app.query(QUERY_PARTITION.partition(".")[2])

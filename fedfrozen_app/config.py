@@ -18,17 +18,20 @@ from pydantic import (
     ConfigDict,
     Field,
     ValidationError,
+    ValidationInfo,
     field_validator,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
 
-from fedfrozen_app.config_rules import contradictions
+from fedfrozen_app.config_rules import ADAPTIVE, contradictions
 
 ConfigValue = str | int | float | bool
 
 DEFAULT_WARMUP_RATIO = 0.4
 DEFAULT_PUBLIC_FRACTION = 0.15
+DEFAULT_PROXIMAL_MU = 0.01
+DEFAULT_ADAPTIVE_LR = 0.01
 DIGITS_MODEL = "vit-digits"
 
 NAMED_WEIGHTS = ("auto", "pretrained", "base", "none")  # any other value is a file
@@ -133,7 +136,16 @@ class RunConfig(BaseModel):
     )
     # --- federation -------------------------------------------------------------------
     strategy: Literal[
-        "fedavg", "fedfrozen", "fedprox", "scaffold", "fednova", "fedavgm", "fedadam", "latent"
+        "fedavg",
+        "fedfrozen",
+        "fedprox",
+        "scaffold",
+        "fednova",
+        "fedavgm",
+        "fedadam",
+        "fedyogi",
+        "fedadagrad",
+        "latent",
     ] = Field("fedfrozen", description="federated rule; fedfrozen = fedavg + the default freeze")
     rounds: int = Field(12, ge=1, description="communication rounds")
     fraction_train: float = Field(1.0, gt=0, le=1, description="share of clients sampled a round")
@@ -169,20 +181,45 @@ class RunConfig(BaseModel):
     )
     # --- local training ---------------------------------------------------------------
     local_epochs: int = Field(2, ge=1, description="passes over a client's data each round")
-    local_steps: int = Field(0, ge=0, description="optimiser steps instead of epochs; 0 = epochs")
+    local_steps: int | str = Field(
+        0,
+        description="optimiser steps instead of epochs; 0 = epochs; a range such as 2-9 with "
+        "work=random",
+    )
+    work: Literal["fixed", "random"] = Field(
+        "fixed",
+        description="random = the steps (or epochs) of a client and round are drawn uniformly "
+        "from 1 to local-steps (or local-epochs), or from the range local-steps gives",
+    )
     batch_size: int = Field(32, ge=1, le=2**31 - 1, description="examples per optimiser step")
     optimizer: Literal["sgd", "adamw"] = Field("sgd", description="local optimiser")
     lr: float = Field(0.01, gt=0, description="local learning rate")
     momentum: float = Field(0.9, ge=0, lt=1, description="SGD momentum, zero at each round's start")
     weight_decay: float = Field(0.0, ge=0, description="weight decay of the local optimiser")
     clip_norm: float = Field(0.0, ge=0, description="gradient norm bound; 0 = no clipping")
-    proximal_mu: float = Field(0.0, ge=0, description="FedProx mu")
+    proximal_mu: float = Field(
+        -1.0,
+        ge=-1,
+        description="mu of FedProx, also within FedNova; -1 = "
+        f"{DEFAULT_PROXIMAL_MU} with strategy=fedprox, else 0",
+    )
     # --- server optimisers ------------------------------------------------------------
-    server_lr: float = Field(1.0, gt=0, description="server learning rate")
+    server_lr: float = Field(
+        -1.0,
+        ge=-1,
+        description="server learning rate; -1 = "
+        f"{DEFAULT_ADAPTIVE_LR} for the adaptive optimisers, else 1",
+    )
     server_momentum: float = Field(0.9, ge=0, lt=1, description="FedAvgM momentum")
-    beta1: float = Field(0.9, ge=0, lt=1, description="FedAdam first-moment decay")
-    beta2: float = Field(0.99, ge=0, lt=1, description="FedAdam second-moment decay")
-    tau: float = Field(1e-3, gt=0, description="FedAdam adaptivity")
+    nesterov: bool = Field(False, description="FedAvgM with Nesterov momentum")
+    beta1: float = Field(
+        0.9, ge=0, lt=1, description="first-moment decay of FedAdam, FedYogi, FedAdagrad"
+    )
+    beta2: float = Field(0.99, ge=0, lt=1, description="second-moment decay of FedAdam and FedYogi")
+    tau: float = Field(1e-3, gt=0, description="adaptivity of FedAdam, FedYogi, FedAdagrad")
+    bias_correction: Literal["none", "adam"] = Field(
+        "none", description="FedAdam's bias correction; none = the paper"
+    )
     # --- latents and compression ------------------------------------------------------
     latent_dim: int = Field(64, ge=1, description="latent entries per mapped tensor")
     latent_rank: int = Field(32, ge=1, description="rank of the frozen factors")
@@ -220,11 +257,27 @@ class RunConfig(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _no_booleans(cls, value: Any) -> Any:
+    def _no_booleans(cls, value: Any, info: ValidationInfo) -> Any:
         """Refuse true and false, which Python would take for the numbers 1 and 0."""
-        if isinstance(value, bool):
+        wanted = cls.model_fields[info.field_name or ""].annotation
+        if isinstance(value, bool) and wanted is not bool:
             raise PydanticCustomError("boolean", "should not be true or false")
         return value
+
+    @field_validator("local_steps", mode="before")
+    @classmethod
+    def _steps_or_range(cls, value: Any) -> Any:
+        """Take a whole number, or a range as text."""
+        if isinstance(value, int) and value >= 0:
+            return value
+        text = str(value).strip()
+        if re.fullmatch(r"\d+", text):
+            return int(text)
+        if pair := re.fullmatch(r"(\d+)\s*-\s*(\d+)", text):
+            low, high = int(pair[1]), int(pair[2])
+            if 1 <= low <= high:
+                return f"{low}-{high}"
+        raise PydanticCustomError("steps", "should be an integer >= 0 or a range such as 2-9")
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:
@@ -278,6 +331,34 @@ class RunConfig(BaseModel):
         return self.resolved_warmup_rounds < self.rounds
 
     @property
+    def resolved_local_steps(self) -> int:
+        """Return the most optimiser steps of a client and round; 0 = ``local-epochs`` counts."""
+        return int(str(self.local_steps).rpartition("-")[2])
+
+    @property
+    def work_range(self) -> list[int]:
+        """Return the fewest and most steps (or epochs, without ``local-steps``) of a client."""
+        most = self.resolved_local_steps or self.local_epochs
+        if self.work == "fixed":
+            return [most, most]
+        is_range = isinstance(self.local_steps, str)
+        return [int(str(self.local_steps).partition("-")[0]) if is_range else 1, most]
+
+    @property
+    def resolved_proximal_mu(self) -> float:
+        """Return mu of the proximal term, 0 where there is none."""
+        if self.proximal_mu >= 0:
+            return self.proximal_mu
+        return DEFAULT_PROXIMAL_MU if self.strategy == "fedprox" else 0.0
+
+    @property
+    def resolved_server_lr(self) -> float:
+        """Return eta of the server's step."""
+        if self.server_lr > 0:
+            return self.server_lr
+        return DEFAULT_ADAPTIVE_LR if self.strategy in ADAPTIVE else 1.0
+
+    @property
     def resolved_threads(self) -> int:
         """Return the torch threads of a process; vit-digits is too small to gain from more."""
         if self.threads:
@@ -294,7 +375,7 @@ class RunConfig(BaseModel):
         data = re.sub(r"[^A-Za-z0-9._=+-]+", "-", self.dataset).strip("-.") or "data"
         return f"{data}-{self.strategy}-seed{self.seed}"
 
-    def resolved(self) -> dict[str, ConfigValue]:
+    def resolved(self) -> dict[str, Any]:
         """Return what ``auto`` and -1 stand for in this run, by key."""
         prefix = "resolved_"
         names = [name for name in dir(type(self)) if name.startswith(prefix)]

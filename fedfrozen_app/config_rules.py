@@ -6,20 +6,23 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from fedfrozen_app.config import RunConfig
 
+ADAPTIVE = ("fedadam", "fedyogi", "fedadagrad")  # server optimisers with a second moment
 # Values that belong to the project's vocabulary but that this version cannot run yet.
 NOT_YET = {
-    "strategy": ("fedprox", "scaffold", "fednova", "fedavgm", "fedadam", "latent"),
+    "strategy": ("latent",),
     "model": ("resnet18-gn", "resnet34-gn", "tinygpt"),
     "head": ("frozen-kaiming", "frozen-orthogonal"),
 }
 # (key, other key, values of the other with which the key acts): elsewhere it would do nothing
 ACTS_WITH = (
     ("proximal-mu", "strategy", ("fedprox", "fednova")),
-    ("server-lr", "strategy", ("scaffold", "fedavgm", "fedadam")),
+    ("server-lr", "strategy", ("scaffold", "fedavgm", *ADAPTIVE)),
     ("server-momentum", "strategy", ("fedavgm",)),
-    ("beta1", "strategy", ("fedadam",)),
-    ("beta2", "strategy", ("fedadam",)),
-    ("tau", "strategy", ("fedadam",)),
+    ("nesterov", "strategy", ("fedavgm",)),
+    ("beta1", "strategy", ADAPTIVE),
+    ("beta2", "strategy", ("fedadam", "fedyogi")),
+    ("tau", "strategy", ADAPTIVE),
+    ("bias-correction", "strategy", ("fedadam",)),
     ("latent-dim", "strategy", ("latent",)),
     ("latent-rank", "strategy", ("latent",)),
     ("latent-bits", "strategy", ("latent",)),
@@ -34,6 +37,7 @@ def contradictions(config: "RunConfig") -> Iterable[str]:
     """Yield what is wrong with a config whose values are each in range, remedy included."""
     yield from _unavailable(config)
     yield from _without_effect(config)
+    yield from _rule_problems(config)
     yield from _freeze_problems(config)
     yield from _data_problems(config)
 
@@ -72,7 +76,7 @@ def _without_effect(config: "RunConfig") -> Iterable[str]:
                 f"{key}={value} has no effect with {other}={having}; leave it at {default}"
                 + (f" or use {other}={' or '.join(can)}" if can else "")
             )
-    if config.local_steps > 0 and _is_set(config, "local-epochs"):
+    if config.resolved_local_steps > 0 and _is_set(config, "local-epochs"):
         yield (
             f"local-steps={config.local_steps} and local-epochs={config.local_epochs} are both "
             "set; set only one of them"
@@ -86,6 +90,33 @@ def _without_effect(config: "RunConfig") -> Iterable[str]:
         yield (
             f"jobs={config.jobs} is for engine=local; with engine=flwr the number of clients "
             "at once follows from threads, so set jobs=1"
+        )
+
+
+def _rule_problems(config: "RunConfig") -> Iterable[str]:
+    if -1 < config.proximal_mu < 0:
+        yield (
+            f"proximal-mu must be >= 0 or -1 for auto, got {config.proximal_mu}; use 0 for FedAvg"
+        )
+    if -1 < config.server_lr <= 0:
+        yield (
+            f"server-lr must be > 0 or -1 for auto, got {config.server_lr}; a rate of 0 would "
+            "never move the model"
+        )
+    if config.optimizer != "sgd" and config.strategy in ("scaffold", "fednova"):
+        yield (
+            f"strategy={config.strategy} counts the clients' gradient steps, so it needs "
+            f"optimizer=sgd, got optimizer={config.optimizer}; set optimizer=sgd and a lr for it"
+        )
+    if config.work == "fixed" and isinstance(config.local_steps, str):
+        yield (
+            f"local-steps={config.local_steps} is a range and work=fixed takes one number; set "
+            "work=random or a single local-steps"
+        )
+    if config.work == "random" and config.work_range[0] == config.work_range[1]:
+        yield (
+            f"work=random has nothing to draw from {config.work_range[0]} to "
+            f"{config.work_range[1]}; raise local-steps or local-epochs, or set work=fixed"
         )
 
 

@@ -76,9 +76,22 @@ def test_an_unknown_key_names_the_nearest_one(key: str, nearest: str) -> None:
         ({"strategy": "fedavg", "proximal-mu": 0.1}, ["proximal-mu=0.1", "fedavg", "no effect"]),
         ({"strategy": "fedavg", "beta1": 0.5}, ["beta1=0.5", "no effect", "leave it at 0.9"]),
         (
-            {"strategy": "scaffold"},
-            ["strategy=scaffold", "choose fedavg or fedfrozen"],
+            {"strategy": "latent"},
+            ["strategy=latent", "choose fedavg or fedfrozen or fedprox"],
         ),
+        ({"strategy": "fedprox", "proximal-mu": -0.1}, ["proximal-mu", ">= 0", "-0.1", "use 0"]),
+        ({"strategy": "fedavgm", "server-lr": 0}, ["server-lr", "> 0", "got 0"]),
+        ({"strategy": "fedprox", "server-lr": 0.5}, ["server-lr=0.5", "fedprox", "no effect"]),
+        ({"nesterov": True}, ["nesterov=True", "no effect", "strategy=fedavgm"]),
+        ({"strategy": "scaffold", "optimizer": "adamw"}, ["scaffold", "optimizer=sgd", "adamw"]),
+        ({"strategy": "fednova", "optimizer": "adamw"}, ["fednova", "optimizer=sgd", "adamw"]),
+        ({"local-steps": "2-9"}, ["local-steps=2-9", "work=fixed", "work=random"]),
+        ({"local-steps": "9-2", "work": "random"}, ["local-steps", "range", "'9-2'"]),
+        ({"local-steps": "0-2", "work": "random"}, ["local-steps", "range", "'0-2'"]),
+        ({"local-steps": -1}, ["local-steps", "integer >= 0", "got -1"]),
+        ({"local-steps": 1.5}, ["local-steps", "integer >= 0", "got 1.5"]),
+        ({"local-steps": 1, "work": "random"}, ["work=random", "1 to 1", "raise local-steps"]),
+        ({"local-steps": "2-9", "local-epochs": 5}, ["local-steps=2-9", "both"]),
         ({"compression": "int4"}, ["compression=int4", "not available"]),
         ({"strategy": "fedavg", "frozen": "all", "warmup-rounds": 2}, ["frozen=all", "warm-up"]),
         ({"frozen": "all"}, ["strategy=fedfrozen", "fedavg"]),
@@ -138,6 +151,39 @@ def test_auto_values_follow_the_data_set() -> None:
     assert (cifar.resolved_model, cifar.resolved_weights) == ("vit-b-32", "pretrained")
     assert cifar.resolved_public_fraction == 0
     assert femnist.resolved_model == "vit-s-16"
+
+
+@pytest.mark.parametrize(
+    ("values", "drawn"),
+    [
+        ({}, [2, 2]),
+        ({"work": "random", "local-epochs": 5}, [1, 5]),
+        ({"local-steps": 7}, [7, 7]),
+        ({"local-steps": 7, "work": "random"}, [1, 7]),
+        ({"local-steps": "3-7", "work": "random"}, [3, 7]),
+        ({"local-steps": " 3 - 7 ", "work": "random"}, [3, 7]),
+        ({"local-steps": "5"}, [5, 5]),
+    ],
+)
+def test_the_work_of_a_client_is_a_number_or_a_range(
+    values: dict[str, Any], drawn: list[int]
+) -> None:
+    config = RunConfig.from_mapping(values)
+    assert config.work_range == drawn
+    assert config.resolved_local_steps == (drawn[1] if "local-steps" in values else 0)
+
+
+def test_a_rate_of_minus_one_stands_for_what_suits_the_rule() -> None:
+    def rates(strategy: str, **keys: Any) -> tuple[float, float]:
+        config = RunConfig.from_mapping({"strategy": strategy, **keys})
+        return config.resolved_server_lr, config.resolved_proximal_mu
+
+    assert rates("scaffold") == rates("fedavgm") == rates("fednova") == (1.0, 0.0)
+    assert rates("fedadam") == rates("fedyogi") == rates("fedadagrad") == (0.01, 0.0)
+    assert rates("fedprox") == (1.0, 0.01)
+    assert rates("fedprox", **{"proximal-mu": 0.0}) == (1.0, 0.0)
+    assert rates("fednova", **{"proximal-mu": 0.3}) == (1.0, 0.3)
+    assert rates("fedadam", **{"server-lr": 0.5}) == (0.5, 0.0)
 
 
 def test_overrides_are_read_as_toml_and_else_as_text() -> None:

@@ -11,9 +11,12 @@ from fedfrozen_app.data.partition import partition_report
 from fedfrozen_app.engine.roster import Roster
 from fedfrozen_app.models.registry import check_source, model_spec
 from fedfrozen_app.runs.store import RoundMetrics, RunFolder, check_free
-from fedfrozen_app.strategies import FedAvg, FedFrozen, FreezeSchedule
+from fedfrozen_app.strategies import FedFrozen, FreezeSchedule
+from fedfrozen_app.strategies.base import ServerRule
+from fedfrozen_app.strategies.rules import build_rule
 from fedfrozen_app.training.worker import Worker, resident
 from fedfrozen_app.transport.arrays import to_record, to_tensors
+from fedfrozen_app.transport.client_state import forget
 from fedfrozen_app.transport.ledger import LedgerGrid
 
 OnRound = Callable[[RoundMetrics], None]
@@ -22,7 +25,9 @@ OnRound = Callable[[RoundMetrics], None]
 def build_strategy(config: RunConfig, worker: Worker) -> FedFrozen:
     """Return the config's rule inside the config's freeze (none = a warm-up without end)."""
     with_data = [client for client, rows in enumerate(worker.partition.clients) if len(rows)]
-    rule = FedAvg(
+    rule = build_rule(
+        config,
+        num_clients=len(with_data),
         seed=config.seed,
         members=Roster(worker.num_clients, with_data),
         min_replies=config.min_replies,
@@ -55,6 +60,8 @@ class Federation:
                 started = time.perf_counter()
                 arrays = self.train_round(server_round, arrays)
                 self._record(server_round, arrays, started, on_round)
+            if isinstance(rule := self.strategy.strategy, ServerRule):
+                forget(self.worker.client_states, rule.run)
         except BaseException as error:  # Ctrl-C too: the folder must not look finished
             self.folder.write_failure(f"{type(error).__name__}: {error}")
             raise

@@ -1,25 +1,30 @@
 """What our server rules share: cohort, checked replies, streaming aggregation, quorum.
 
-A rule subclasses :class:`ServerRule` and gives ``aggregate(global_arrays, updates)``.
-Replies come in as a stream in client order; each is checked, turned into an
+A rule is one file: a frozen config dataclass, a state dataclass keyed by parameter name, a
+pure function ``aggregate(state, updates, config) -> state``, and a :class:`ServerRule` that
+names them. Replies come in as a stream in client order; each is checked, turned into an
 :class:`Update` and can be let go of once it is added up, so memory does not grow with the
-number of clients. Every rule works on the entries it is given, whole models or the active
-half of one.
+number of clients. Rules see the trained entries only, whole models or the active half of
+one; buffers are put together here, by the policy of :mod:`.buffers`.
 """
 
+import itertools
+import secrets
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
 from logging import INFO
-from typing import Any
+from typing import Any, ClassVar, Generic, Self, TypeVar
 
-import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 from flwr.supercore import log
 
+from fedfrozen_app.models.reselect import reselect
 from fedfrozen_app.models.selection import Selection
+from fedfrozen_app.strategies.buffers import BufferMean, trained
+from fedfrozen_app.strategies.mean import Tensors, wide
 from fedfrozen_app.strategies.replies import (
     Layout,
     RoundReport,
@@ -30,24 +35,68 @@ from fedfrozen_app.strategies.replies import (
     layout_of,
 )
 from fedfrozen_app.strategies.sampling import Members, nodes_in_order, sample_cohort
+from fedfrozen_app.strategies.schedule import ALL
 from fedfrozen_app.transport.arrays import to_record, to_tensors
-from fedfrozen_app.transport.payload import PARTITION_ID, SERVER_ROUND, Addressees, first_arrays
+from fedfrozen_app.transport.payload import (
+    PARTITION_ID,
+    SERVER_ROUND,
+    STEPS,
+    Addressees,
+    first_arrays,
+    from_namespaces,
+    to_namespaces,
+)
 
-Tensors = dict[str, torch.Tensor]
+Instructions = dict[str, str | int | float | list[str]]
 
 
 @dataclass(frozen=True)
 class Update:
-    """One client's accepted reply: y_i on the active entries, and its weight n_i."""
+    """One client's accepted reply: y_i on the trained entries, and its weight n_i.
+
+    ``extra`` holds what else a rule's clients send, by namespace and parameter name.
+    """
 
     client: int
     num_examples: float
     arrays: Tensors
     metrics: MetricRecord
+    extra: Mapping[str, Tensors] = field(default_factory=dict)
+
+    @property
+    def steps(self) -> int:
+        """tau_i, the optimiser steps the client took."""
+        return int(self.metrics[STEPS])  # type: ignore[arg-type]
 
 
-class ServerRule(FlowerFedAvg):
+@dataclass(frozen=True)
+class State:
+    """What goes from round to round, each field a mapping from parameter names to tensors.
+
+    ``x`` is the global model on the entries that train, as sent out this round; a rule's
+    subclass adds its moments. A name that a moment lacks stands for zero.
+    """
+
+    x: Tensors = field(default_factory=dict)
+
+    def moments(self) -> dict[str, Tensors]:
+        """Return every field but x."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "x"}
+
+    def follow(self, before: str, selection: Selection) -> Self:
+        """Return the state for a new selection: what froze leaves, what came is zero."""
+        moments = self.moments().items()
+        return replace(self, **{name: reselect(t, before, selection) for name, t in moments})
+
+
+C = TypeVar("C")
+S = TypeVar("S", bound=State)
+
+
+class ServerRule(FlowerFedAvg, Generic[C, S]):
     """Base of our server rules; takes every argument of Flower's ``FedAvg``.
+
+    An object is one run: its state is kept over several calls of ``start``.
 
     Parameters
     ----------
@@ -57,9 +106,14 @@ class ServerRule(FlowerFedAvg):
         Which node trains which client's partition; by default the nodes in id order.
     min_replies : float
         Share of the cohort, in [0, 1], that must reply usably; fewer end the run.
-    **flower : Any
-        Arguments of ``flwr.serverapp.strategy.FedAvg``.
+    **options : Any
+        The fields of the rule's config, and arguments of
+        ``flwr.serverapp.strategy.FedAvg``.
     """
+
+    config_type: ClassVar[type[Any]]
+    state_type: ClassVar[type[Any]]
+    required_metrics: ClassVar[tuple[str, ...]] = ()  # positive numbers every reply must bring
 
     def __init__(
         self,
@@ -67,43 +121,75 @@ class ServerRule(FlowerFedAvg):
         seed: int = 0,
         members: Members = nodes_in_order,
         min_replies: float = 0.0,
-        **flower: Any,
+        **options: Any,
     ) -> None:
-        super().__init__(**flower)
+        own = [f.name for f in fields(self.config_type) if f.name in options]
+        self.config: C = self.config_type(**{name: options.pop(name) for name in own})
+        super().__init__(**options)
         check_share(min_replies)
         self.seed = seed
         self.members = members
         self.min_replies = min_replies
         self.report = RoundReport()
+        self.state: S = self.state_type()
+        self.run = secrets.token_hex(16)  # names what clients keep for this run
+        self._selected = ALL  # what the names and shapes of the state belong to
         self._grid: Grid | None = None
         self._sent: list[Message] = []
         self._global: Tensors = {}
         self._expected: Layout = {}
 
+    # --- what a rule says -------------------------------------------------------------
     @abstractmethod
-    def aggregate(self, global_arrays: Tensors, updates: Iterator[Update]) -> Tensors | None:
-        """Return the next global model, or None if there was no update.
+    def aggregate(self, state: S, updates: Iterator[Update]) -> S:
+        """Return the next state, with x the next global model.
 
         Parameters
         ----------
-        global_arrays : dict of str to Tensor
-            x, the entries that were sent out this round.
+        state : State
+            x and the moments before the round.
         updates : iterator of Update
-            In client order; each may be let go of before the next is asked for.
+            At least one, in client order, in fp32 or wider; each may be let go of before
+            the next is asked for.
         """
 
-    def select(self, selection: Selection) -> None:  # noqa: B027 - optional
-        """Follow a new selection; a rule with state drops what left and starts what came."""
+    def begin_round(self, clients: Collection[int]) -> None:  # noqa: B027 - optional
+        """See the clients there are, before any of them is addressed."""
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state that crosses rounds; a stateless rule has none."""
+    def instructions(self, client: int) -> Instructions:
+        """Return what the train message to a client says beyond its round and partition."""
         return {}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over a state returned by :meth:`state_dict`."""
-        if state:
-            raise ValueError(f"{type(self).__name__} keeps no state, got {sorted(state)}")
+    def extra_arrays(self, x: Tensors) -> dict[str, Tensors]:
+        """Return what is sent beside x, by namespace; clients answer with the same entries."""
+        return {}
 
+    def end_round(self, server_round: int, clients: list[int]) -> None:  # noqa: B027 - optional
+        """See whose replies entered the model, once that is settled."""
+
+    # --- state ------------------------------------------------------------------------
+    def select(self, selection: Selection) -> None:
+        """Follow a new selection: drop the state of what left, start what came at zero."""
+        self.state = self.state.follow(self._selected, selection)
+        self._selected = selection.spec
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what crosses rounds beside the model: the moments by field and name."""
+        moments = {name: dict(tensors) for name, tensors in self.state.moments().items()}
+        return {"run": self.run, "selection": self._selected, "moments": moments}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over a state returned by :meth:`state_dict` of the same rule."""
+        expected, given = self.state.moments().keys(), state["moments"].keys()
+        if expected != given:
+            raise ValueError(
+                f"{type(self).__name__} keeps {sorted(expected)}, got {sorted(given)}; "
+                "restore the state of the same rule"
+            )
+        self.state = self.state_type(**state["moments"])
+        self.run, self._selected = state["run"], state["selection"]
+
+    # --- down -------------------------------------------------------------------------
     def _messages(
         self,
         server_round: int,
@@ -124,8 +210,11 @@ class ServerRule(FlowerFedAvg):
         )
         log(INFO, "%s: sampled %d of %d clients", kind, len(cohort), len(members))
         messages = []
+        if train:
+            self.begin_round(members.keys())
         for client in cohort:
-            own = ConfigRecord({**config, SERVER_ROUND: server_round, PARTITION_ID: client})
+            said = self.instructions(client) if train else {}
+            own = ConfigRecord({**config, **said, SERVER_ROUND: server_round, PARTITION_ID: client})
             content = RecordDict({self.arrayrecord_key: arrays, self.configrecord_key: own})
             messages.append(Message(content, members[client], kind, group_id=str(server_round)))
         return messages
@@ -135,8 +224,11 @@ class ServerRule(FlowerFedAvg):
     ) -> Iterable[Message]:
         """Sample the round's clients and address a train message to each."""
         self._grid = grid
-        self._global, self._expected = to_tensors(arrays), layout_of(arrays)
-        self._sent = list(self._messages(server_round, arrays, config, grid, MessageType.TRAIN))
+        self._global = to_tensors(arrays)
+        extra = to_namespaces(self.extra_arrays(trained(self._global)))
+        sent = ArrayRecord({**arrays, **to_record(extra)}) if extra else arrays
+        self._expected = layout_of(sent)
+        self._sent = list(self._messages(server_round, sent, config, grid, MessageType.TRAIN))
         self.report = RoundReport(cohort=len(self._sent))
         return list(self._sent)
 
@@ -146,10 +238,11 @@ class ServerRule(FlowerFedAvg):
         """Sample clients for federated evaluation."""
         return self._messages(server_round, arrays, config, grid, MessageType.EVALUATE)
 
+    # --- up ---------------------------------------------------------------------------
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Add up the replies as they come.
+        """Add up the replies as they come; the state moves on only if the round counts.
 
         Raises
         ------
@@ -164,18 +257,43 @@ class ServerRule(FlowerFedAvg):
             server_round,
             self.report,
             client,
+            self.required_metrics,
         )
-        updates = (self._update(reply, client(reply)) for reply in good)
-        arrays = self.aggregate(self._global, updates)
-        self._sent, self._global = [], {}  # they hold the old model in memory
+        buffers, clients = BufferMean(), list[int]()
+        updates = self._updates(good, client, buffers, clients)
+        first = next(updates, None)
+        following: S | None = None
+        if first is not None:
+            x = {name: wide(tensor) for name, tensor in trained(self._global).items()}
+            stream = itertools.chain([first], updates)
+            del first  # one reply at a time is held, this one too
+            following = self.aggregate(replace(self.state, x=x), stream)
+        sent, self._sent, self._global = self._global, [], {}  # they hold the old model
         check_quorum(self.report, self.min_replies, server_round)
-        if arrays is None:
+        if following is None:
             return None, None
+        self.state = replace(following, x={})
+        self.end_round(server_round, clients)
+        entries = {**following.x, **buffers.value}
+        arrays = {name: entries[name].to(tensor.dtype) for name, tensor in sent.items()}
         contents = [RecordDict({"metrics": metrics}) for metrics in self.report.metrics]
         return to_record(arrays), self.train_metrics_aggr_fn(contents, self.weighted_by_key)
 
-    def _update(self, reply: Message, client: int) -> Update:
-        _, record = first_arrays(reply.content)
-        metrics = next(iter(reply.content.metric_records.values()))
-        weight = float(metrics[self.weighted_by_key])  # type: ignore[arg-type]
-        return Update(client, weight, to_tensors(record), metrics)
+    def _updates(
+        self,
+        replies: Iterable[Message],
+        client_of_reply: Addressees,
+        buffers: BufferMean,
+        clients: list[int],
+    ) -> Iterator[Update]:
+        """Yield the trained entries of each reply; note its client, take in its buffers."""
+        for reply in replies:
+            _, record = first_arrays(reply.content)
+            entries, extra = from_namespaces(to_tensors(record))
+            metrics = next(iter(reply.content.metric_records.values()))
+            weight = float(metrics[self.weighted_by_key])  # type: ignore[arg-type]
+            clients.append(client_of_reply(reply))
+            buffers.add(entries, weight)
+            arrays = {name: wide(tensor) for name, tensor in trained(entries).items()}
+            del entries, record
+            yield Update(clients[-1], weight, arrays, metrics, extra)

@@ -26,8 +26,9 @@ from flwr.supercore import log
 
 from fedfrozen_app.config import DEFAULT_WARMUP_RATIO, rounds_of_ratio
 from fedfrozen_app.models.selection import Selection, value_rows
-from fedfrozen_app.strategies.base import ServerRule, Tensors
+from fedfrozen_app.strategies.base import ServerRule
 from fedfrozen_app.strategies.fedavg import FedAvg
+from fedfrozen_app.strategies.mean import Tensors
 from fedfrozen_app.strategies.replies import (
     Layout,
     RoundReport,
@@ -268,7 +269,7 @@ class FedFrozen(Strategy):
         self._sent = list(messages)
         for message in self._sent:
             name, record = first_arrays(message.content)
-            if record is not active:
+            if stock and record is not active:  # our own rules were shown what travels
                 message.content = RecordDict({**message.content, name: active})
         if self.state.block is not None:
             self.state.block.dress(self._sent, self.state.spec, self.value_l2)

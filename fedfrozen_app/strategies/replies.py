@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from logging import WARNING
@@ -75,12 +75,18 @@ def layout_of(record: ArrayRecord, *, any_float: bool = False) -> Layout:
     return {name: (tuple(array.shape), dtype(array)) for name, array in record.items()}
 
 
-def refusal(reply: Message, expected: Layout, weight_key: str, server_round: int) -> str | None:
+def refusal(
+    reply: Message,
+    expected: Layout,
+    weight_key: str,
+    server_round: int,
+    required_metrics: Sequence[str] = (),
+) -> str | None:
     """Return why a train reply must not enter the model, or None if it may.
 
     Checked: an error reply, one array and one metric record, exactly the expected
-    entries with their shapes and dtypes, all values finite, a positive finite weight,
-    and the round, where the reply names it.
+    entries with their shapes and dtypes, all values finite, a positive finite weight and
+    required metrics, and the round, where the reply names it.
     """
     if reply.has_error():
         # Flower's runtime gives a whole traceback in colour; its last line says what happened
@@ -97,16 +103,22 @@ def refusal(reply: Message, expected: Layout, weight_key: str, server_round: int
     for record in content.config_records.values():
         if (said := record.get(SERVER_ROUND, server_round)) != server_round:
             return f"reply of round {said!r} came in round {server_round}"
-    return _weight_refusal(content, weight_key) or _array_refusal(content, expected)
+    metrics = next(iter(content.metric_records.values()))
+    if metrics.get(weight_key) == 0:
+        return "no training examples"
+    for key in (weight_key, *required_metrics):
+        if reason := _number_refusal(metrics, key):
+            return reason
+    return _array_refusal(content, expected)
 
 
-def _weight_refusal(content: RecordDict, key: str) -> str | None:
-    weight = next(iter(content.metric_records.values())).get(key)
-    if weight is None:
+def _number_refusal(metrics: MetricRecord, key: str) -> str | None:
+    value = metrics.get(key)
+    if value is None:
         return f"metric {key!r} is missing"
-    if not isinstance(weight, int | float) or not math.isfinite(weight) or weight < 0:
-        return f"metric {key!r} must be a finite number >= 0, got {weight!r}"
-    return "no training examples" if weight == 0 else None
+    if not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
+        return f"metric {key!r} must be a finite number > 0, got {value!r}"
+    return None
 
 
 def _metric_refusal(reply: Message, report: RoundReport) -> str | None:
@@ -165,6 +177,7 @@ def accepted(
     server_round: int,
     report: RoundReport,
     client: Callable[[Message], int],
+    required_metrics: Sequence[str] = (),
 ) -> Iterator[Message]:
     """Yield the replies that may enter the model; count and log the others in ``report``.
 
@@ -172,7 +185,7 @@ def accepted(
     Flower's aggregation wants that, and ends the run where it is not so.
     """
     for reply in replies:
-        reason = refusal(reply, expected, weight_key, server_round)
+        reason = refusal(reply, expected, weight_key, server_round, required_metrics)
         if reason := reason or _metric_refusal(reply, report):
             report.refused.append(f"client {client(reply)}: {reason}")
             log(WARNING, "round %d: reply of %s dropped", server_round, report.refused[-1])

@@ -1,14 +1,9 @@
 """What an algorithm adds to the local loop: a term in the loss or a correction of gradients.
 
 A hook sees the trainable parameters by state-dict name, the key that server-side state is
-kept by. How the algorithms fit:
-
-- FedProx (arXiv:1812.06127): ``begin`` keeps a detached copy w_t of every parameter,
-  ``correct`` adds mu (w - w_t) to the gradients, the gradient of (mu/2) ||w - w_t||^2
-  (``extra_loss`` can return the term itself instead).
-- SCAFFOLD (arXiv:1910.06378): ``correct`` adds c - c_i to the gradients; the client then
-  computes c_i+ from the model before and after and ``LocalResult.steps``.
-- FedFrozen's second phase: :class:`ValueL2`.
+kept by. FedProx and SCAFFOLD keep theirs beside their server's half, in
+:mod:`fedfrozen_app.strategies.fedprox` and :mod:`fedfrozen_app.strategies.scaffold`; the one
+here belongs to the freeze.
 """
 
 from collections.abc import Mapping

@@ -10,7 +10,7 @@ import itertools
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol, Self
 
 import torch
@@ -20,7 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedfrozen_app.config import ConfigError, RunConfig
 from fedfrozen_app.models.freeze import train_mode_, trainable_parameters
-from fedfrozen_app.seeds import derive_seed, torch_generator
+from fedfrozen_app.seeds import derive_seed, numpy_generator, torch_generator
 from fedfrozen_app.training.hooks import Hook
 
 Precision = Literal["fp32", "bf16"]
@@ -57,7 +57,7 @@ class LocalTraining:
         """Take the local training keys of a run."""
         return cls(
             epochs=config.local_epochs,
-            steps=config.local_steps,
+            steps=config.resolved_local_steps,
             batch_size=config.batch_size,
             optimizer=config.optimizer,
             lr=config.lr,
@@ -66,6 +66,24 @@ class LocalTraining:
             clip_norm=config.clip_norm,
             precision=config.precision,
         )
+
+
+def local_work(config: RunConfig, server_round: int, partition_id: int) -> LocalTraining:
+    """Return how a client trains in a round.
+
+    With ``work=random`` the number of steps (or, without ``local-steps``, of epochs) is drawn
+    uniformly from its range by (seed, server_round, partition_id): clients differ in how much
+    they can do (arXiv:2007.07481, Sec. 5).
+    """
+    settings = LocalTraining.from_config(config)
+    if config.work == "fixed":
+        return settings
+    low, high = config.work_range
+    drawn = numpy_generator(config.seed, "work", server_round, partition_id)
+    amount = int(drawn.integers(low, high, endpoint=True))
+    if settings.steps:
+        return replace(settings, steps=amount)
+    return replace(settings, epochs=amount)
 
 
 @dataclass(frozen=True)

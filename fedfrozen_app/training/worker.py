@@ -1,7 +1,8 @@
 """What one process needs to train and test: one resident model, one copy of the data."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from pathlib import Path
 
 import torch
 
@@ -13,11 +14,11 @@ from fedfrozen_app.data.partition import make_partition
 from fedfrozen_app.models.freeze import freeze_, unfreeze_
 from fedfrozen_app.models.registry import create_model, load_weights, model_spec
 from fedfrozen_app.models.selection import Selection
-from fedfrozen_app.training.hooks import Hook, ValueL2
+from fedfrozen_app.training.hooks import Hook
 from fedfrozen_app.training.local import (
     LocalResult,
-    LocalTraining,
     evaluate,
+    local_work,
     resolve_device,
     train,
 )
@@ -46,7 +47,6 @@ class Worker:
         # every use loads a whole state first, so the weights need no initialisation
         self.model = create_model(config, len(self.dataset.class_names), init=False).to(self.device)
         self.cache = FrozenCache(cache_root(config) / "frozen")
-        self.settings = LocalTraining.from_config(config)
         self.digest = ""
         self._preprocess = self._preprocessor(self.dataset.augment)
         self._test_examples = ImageExamples(
@@ -57,7 +57,7 @@ class Worker:
         )
         self._state = self.model.state_dict()
         self._selections: dict[str, Selection] = {}
-        self._selection = self._selection_of("all")
+        self.selection = self._selection_of("all")
 
     def _preprocessor(self, augment: str) -> Preprocessor:
         return Preprocessor(
@@ -119,21 +119,33 @@ class Worker:
         return self._selections[spec]
 
     def _select(self, selection: Selection) -> None:
-        if selection == self._selection:
+        if selection == self.selection:
             return
         unfreeze_(self.model)
         if not selection.is_all:
             freeze_(self.model, selection)
-        self._selection = selection
+        self.selection = selection
         self._state = self.model.state_dict()
+
+    @property
+    def entries(self) -> Mapping[str, torch.Tensor]:
+        """The whole state of the model, to read."""
+        return self._state
+
+    @property
+    def client_states(self) -> Path:
+        """The folder where clients of this machine keep what is large between rounds."""
+        return cache_root(self.config) / "clients"
 
     def active(self) -> dict[str, torch.Tensor]:
         """Return a copy of the active entries, on the CPU."""
-        half = self._state if self._selection.is_all else self._selection.split(self._state)[0]
+        half = self._state if self.selection.is_all else self.selection.split(self._state)[0]
         return {name: tensor.detach().to("cpu", copy=True) for name, tensor in half.items()}
 
     # --- training and testing ---------------------------------------------------------
-    def train(self, partition_id: int, server_round: int, value_l2: float = 0.0) -> LocalResult:
+    def train(
+        self, partition_id: int, server_round: int, hooks: Sequence[Hook] = ()
+    ) -> LocalResult:
         """Train the loaded model on one client's data.
 
         Raises
@@ -148,14 +160,10 @@ class Worker:
             )
         split = self.dataset.train
         indices = torch.from_numpy(self.partition.clients[partition_id])
-        examples = ImageExamples(split.images, split.labels, indices, self._preprocess)
-        hooks: list[Hook] = (
-            [ValueL2(value_l2, self._state, self._selection)] if value_l2 > 0 else []
-        )
         return train(
             self.model,
-            examples,
-            self.settings,
+            ImageExamples(split.images, split.labels, indices, self._preprocess),
+            local_work(self.config, server_round, partition_id),
             seed=self.config.seed,
             server_round=server_round,
             partition_id=partition_id,

@@ -7,10 +7,13 @@ same round. Replies carry active entries only.
 
 Down: ``{"arrays": active, "frozen": block?, "config": {server-round, partition-id, ...}}``
 Up: ``{"arrays": active, "metrics": {num-examples, ...}, "reply": {partition-id, ...}}``
+
+Flower allows one array record in a reply, so what travels beside the model has keys of its
+own in it: ``control/NAME`` next to ``NAME``.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
@@ -24,7 +27,13 @@ SERVER_ROUND, PARTITION_ID = "server-round", "partition-id"
 SELECTION, DIGEST, VALUE_L2 = "fedfrozen.selection", "fedfrozen.digest", "fedfrozen.value-l2"
 # key of the reply record of a client that lacks the frozen block
 MISSING = "fedfrozen.missing"
-NUM_EXAMPLES = "num-examples"
+NUM_EXAMPLES, STEPS = "num-examples", "steps"
+# of FedProx, as Flower's own spells it
+PROXIMAL_MU = "proximal-mu"
+# of SCAFFOLD: the namespace of controls, and which of its own a client goes on from
+CONTROL = "control"
+RUN, CONTROL_ROUND = "fedfrozen.run", "fedfrozen.control-round"
+CONTROL_PATH = "fedfrozen.control-path"
 
 
 class MissingFrozenBlock(LookupError):
@@ -35,7 +44,8 @@ class MissingFrozenBlock(LookupError):
 class Payload:
     """A message to a client, understood: what to load and what to train.
 
-    ``frozen`` is None where nothing is frozen or the block is loaded already.
+    ``frozen`` is None where nothing is frozen or the block is loaded already. ``extra`` is
+    what came beside the model, by namespace and entry.
     """
 
     active: dict[str, torch.Tensor]
@@ -43,12 +53,45 @@ class Payload:
     selection: str
     digest: str
     config: ConfigRecord
+    extra: Mapping[str, dict[str, torch.Tensor]] = field(default_factory=dict)
 
     @property
     def value_l2(self) -> float:
         """Lambda of (lambda/2) ||W_V||^2 that the client adds to its loss, 0 for none."""
-        value = self.config.get(VALUE_L2, 0.0)
+        return self._number(VALUE_L2)
+
+    @property
+    def proximal_mu(self) -> float:
+        """Mu of FedProx's (mu/2) ||w - w_t||^2 that the client adds to its loss, 0 for none."""
+        return self._number(PROXIMAL_MU)
+
+    def _number(self, key: str) -> float:
+        value = self.config.get(key, 0.0)
         return float(value) if isinstance(value, int | float) else 0.0
+
+
+def to_namespaces(extra: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Return entries of several namespaces under the keys ``namespace/NAME``."""
+    return {
+        f"{namespace}/{name}": tensor
+        for namespace, tensors in extra.items()
+        for name, tensor in tensors.items()
+    }
+
+
+def from_namespaces(
+    entries: Mapping[str, torch.Tensor],
+) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, torch.Tensor]]]:
+    """Return the model's own entries, and the others by namespace and name."""
+    own: dict[str, torch.Tensor] = {}
+    extra: dict[str, dict[str, torch.Tensor]] = {}
+    for key, tensor in entries.items():
+        namespace, slash, name = key.partition("/")
+        if slash:
+            extra.setdefault(namespace, {})[name] = tensor
+        else:
+            own[key] = tensor
+    return own, extra
 
 
 def mark(message: Message, selection: str, key: str, value_l2: float = 0.0) -> None:
@@ -106,10 +149,11 @@ def open_payload(message: Message, cache: FrozenCache, loaded: str = "") -> Payl
     """
     config = first_config(message)
     _, record = first_arrays(message.content)
-    active, key = to_tensors(record), str(config.get(DIGEST, ""))
+    active, extra = from_namespaces(to_tensors(record))
+    key = str(config.get(DIGEST, ""))
     selection = str(config.get(SELECTION, "all"))
     if not key or key == loaded:
-        return Payload(active, None, selection, key, config)
+        return Payload(active, None, selection, key, config, extra)
     if FROZEN in message.content.array_records:
         frozen = to_tensors(message.content.array_records[FROZEN])
         if (actual := digest(frozen)) != key:
@@ -119,7 +163,7 @@ def open_payload(message: Message, cache: FrozenCache, loaded: str = "") -> Payl
         frozen = cached
     else:
         raise MissingFrozenBlock(key)
-    return Payload(active, frozen, selection, key, config)
+    return Payload(active, frozen, selection, key, config, extra)
 
 
 def missing_reply(message: Message, key: str) -> Message:

@@ -41,10 +41,10 @@ def test_a_good_reply_is_accepted(tmp_path: Path) -> None:
     ("weight", "words"),
     [
         (0, "no training examples"),
-        (-3, "must be a finite number >= 0, got -3"),
-        (float("nan"), "must be a finite number >= 0, got nan"),
-        (float("inf"), "must be a finite number >= 0, got inf"),
-        ([1, 2], "must be a finite number >= 0, got [1, 2]"),
+        (-3, "must be a finite number > 0, got -3"),
+        (float("nan"), "must be a finite number > 0, got nan"),
+        (float("inf"), "must be a finite number > 0, got inf"),
+        ([1, 2], "must be a finite number > 0, got [1, 2]"),
         (None, "metric 'num-examples' is missing"),
     ],
 )

@@ -1,0 +1,34 @@
+"""The running weighted mean, in which every rule adds up its replies.
+
+m <- m + (w_i / W_i) (y_i - m) with W_i = w_1 + ... + w_i: replies are let go of one by one,
+and an entry on which all clients agree keeps its value bit for bit.
+"""
+
+from collections.abc import Mapping
+
+import torch
+
+Tensors = dict[str, torch.Tensor]
+
+
+def wide(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a float tensor in the precision that rules compute in, at least fp32."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+class Mean:
+    """sum_i w_i y_i / sum_i w_i by name, over any number of ``add``."""
+
+    def __init__(self) -> None:
+        self.total = 0.0
+        self.value: Tensors = {}
+
+    def add(self, tensors: Mapping[str, torch.Tensor], weight: float = 1.0) -> None:
+        """Take in y_i with weight w_i > 0; the tensors are not kept."""
+        self.total += weight
+        if not self.value:
+            self.value = {name: wide(tensor).clone() for name, tensor in tensors.items()}
+            return
+        for name, tensor in tensors.items():
+            target = self.value[name]
+            target.lerp_(tensor.to(target.dtype), weight / self.total)

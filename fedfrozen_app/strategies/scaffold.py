@@ -1,0 +1,186 @@
+"""SCAFFOLD, option II (Karimireddy et al. 2020, arXiv:1910.06378, Algorithm 1).
+
+Client i, with the server's control c and its own c_i, both zero at the start:
+
+    y   <- y - eta_l (g_i(y) - c_i + c)              tau_i optimiser steps, y = x at first
+    c_i+ = c_i - c + (x - y) / (tau_i eta_l)
+    sends y and Delta c_i = c_i+ - c_i, keeps c_i+
+
+Server, with S the clients that replied, N all clients:
+
+    x <- x + eta mean_S (y_i - x)                    a uniform mean, whatever n_i
+    c <- c + (|S| / N) mean_S Delta c_i
+
+With SGD momentum rho, tau_i eta_l is replaced by the sum of effective step sizes,
+eta_l ||a_i||_1 (:mod:`.effective_steps`), which makes c_i+ a mean of gradients again.
+
+A client's c_i+ counts once the server has used the reply it came with: each message names
+the client's last round that did (:data:`CONTROL_ROUND`). So c stays the mean of all c_i when
+replies are lost, refused, or rolled back with the server. It also names the selections that
+came into force since then (:data:`CONTROL_PATH`): what froze loses its control, and what
+trains again starts at zero, on a client that was away as on the server.
+"""
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from fedfrozen_app.models.selection import Selection
+from fedfrozen_app.strategies.base import Instructions, ServerRule, State, Update
+from fedfrozen_app.strategies.mean import Mean, Tensors
+from fedfrozen_app.training.hooks import Hook, Parameters
+from fedfrozen_app.transport.payload import CONTROL, CONTROL_PATH, CONTROL_ROUND, RUN
+
+
+@dataclass(frozen=True)
+class ScaffoldConfig:
+    """The server's half.
+
+    Attributes
+    ----------
+    server_lr : float
+        eta > 0.
+    num_clients : int
+        N, all clients that may ever take part; 0 = those the server knows in the round.
+    """
+
+    server_lr: float = 1.0
+    num_clients: int = 0
+
+    def __post_init__(self) -> None:
+        if self.server_lr <= 0:
+            raise ValueError(f"server_lr must be > 0, got {self.server_lr}")
+        if self.num_clients < 0:
+            raise ValueError(f"num_clients must be >= 0, got {self.num_clients}; 0 = as connected")
+
+
+@dataclass(frozen=True)
+class ScaffoldState(State):
+    """x and the server's control c by parameter name; a missing c is zero."""
+
+    c: Tensors = field(default_factory=dict)
+
+
+def aggregate(
+    state: ScaffoldState, updates: Iterator[Update], config: ScaffoldConfig
+) -> ScaffoldState:
+    """Return the state with x moved by the mean update and c by its share of the clients."""
+    eta, y, delta_c, replied = config.server_lr, Mean(), Mean(), 0
+    for update in updates:
+        y.add(update.arrays)
+        delta_c.add(update.extra[CONTROL])
+        replied += 1
+    share = replied / config.num_clients
+    return ScaffoldState(
+        x={name: x + eta * (y.value[name] - x) for name, x in state.x.items()},
+        c={name: state.c.get(name, 0.0) + share * d for name, d in delta_c.value.items()},
+    )
+
+
+class Correction(Hook):
+    """The client's steps: c - c_i is added to every gradient.
+
+    Parameters
+    ----------
+    c, c_i : mapping of str to Tensor
+        The server's and the client's control by entry, in the shapes of the active half.
+    selection : Selection
+        What the model is frozen by, which says how the controls lie in its parameters.
+    """
+
+    def __init__(
+        self,
+        c: Mapping[str, torch.Tensor],
+        c_i: Mapping[str, torch.Tensor],
+        selection: Selection,
+    ) -> None:
+        self._shift = selection.parts({name: c[name] - c_i[name] for name in c})
+
+    def begin(self, params: Parameters) -> None:
+        """Move the correction to where the parameters are."""
+        self._shift = {
+            name: self._shift[name].to(param.device, param.dtype)
+            for name, param in params.items()
+            if name in self._shift
+        }
+
+    def correct(self, params: Parameters) -> None:
+        """Add c - c_i to the gradients."""
+        for name, shift in self._shift.items():
+            if (gradient := params[name].grad) is not None:
+                gradient.add_(shift)
+
+
+def next_control(
+    c: Mapping[str, torch.Tensor],
+    c_i: Mapping[str, torch.Tensor],
+    x: Mapping[str, torch.Tensor],
+    y: Mapping[str, torch.Tensor],
+    step_sizes: float,
+) -> Tensors:
+    """Return c_i+ = c_i - c + (x - y) / step_sizes, option II.
+
+    ``step_sizes`` is tau_i eta_l, or the sum of effective step sizes.
+    """
+    return {name: c_i[name] - c[name] + (x[name] - y[name]) / step_sizes for name in c}
+
+
+class Scaffold(ServerRule[ScaffoldConfig, ScaffoldState]):
+    """SCAFFOLD; c travels beside x as ``control/NAME``, and Delta c_i beside y_i.
+
+    Clients need no metric beyond the weight, which plays no part in x and c. They must train
+    with SGD: the steps of an adaptive optimiser are not gradients times a step size.
+    """
+
+    config_type, state_type = ScaffoldConfig, ScaffoldState
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._known = 0  # clients there are in the round
+        self._stages: list[str] = []  # the selections so far
+        self._accepted: dict[int, tuple[int, int]] = {}  # client -> round and stage of its c_i
+
+    def begin_round(self, clients: Collection[int]) -> None:
+        """See how many clients there are."""
+        self._known = len(clients)
+
+    def instructions(self, client: int) -> Instructions:
+        """Return which of its controls a client must go on from."""
+        server_round, stage = self._accepted.get(client, (0, 0))
+        path = self._stages[stage:]
+        return {RUN: self.run, CONTROL_ROUND: server_round, CONTROL_PATH: path}
+
+    def extra_arrays(self, x: Tensors) -> dict[str, Tensors]:
+        """Return c for every trained entry, in its dtype."""
+        zero = {name: torch.zeros_like(tensor) for name, tensor in x.items()}
+        sent = {name: self.state.c.get(name, zero[name]).to(x[name].dtype) for name in x}
+        return {CONTROL: sent}
+
+    def aggregate(self, state: ScaffoldState, updates: Iterator[Update]) -> ScaffoldState:
+        """Return the next state."""
+        everyone = self.config.num_clients or self._known
+        return aggregate(state, updates, replace(self.config, num_clients=everyone))
+
+    def end_round(self, server_round: int, clients: list[int]) -> None:
+        """Note whose c_i+ counts now."""
+        stage = len(self._stages)
+        self._accepted.update({client: (server_round, stage) for client in clients})
+
+    def select(self, selection: Selection) -> None:
+        """Follow a new selection, and remember it for clients that are away."""
+        super().select(selection)
+        self._stages.append(selection.spec)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return c, and which of its controls each client must go on from."""
+        clients = {client: list(pair) for client, pair in self._accepted.items()}
+        own = {"stages": list(self._stages), "clients": clients}
+        return {**super().state_dict(), **own}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over a state returned by :meth:`state_dict`."""
+        super().load_state_dict(state)
+        self._stages = list(state["stages"])
+        self._accepted = {int(c): (pair[0], pair[1]) for c, pair in state["clients"].items()}

@@ -4,8 +4,8 @@ Every run is `fedfrozen run` with the given file and keys; finished ones are not
 an interrupted table goes on where it stopped.
 
     python benchmarks/rules.py --out rules-digits
-    python benchmarks/rules.py --out rules-cifar --seeds 1 experiments/cifar10-small.toml \
-        data-dir=FOLDER weights=FILE optimizer=sgd lr=0.01
+    python benchmarks/rules.py experiments/cifar10-small.toml data-dir=FOLDER weights=FILE \
+        optimizer=sgd lr=0.01 --out rules-cifar --seeds 1
 """
 
 import argparse

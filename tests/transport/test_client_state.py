@@ -11,7 +11,7 @@ import torch
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from flwr.common.serde import recorddict_from_proto, recorddict_to_proto
 
-from fedfrozen_app.transport import client_state
+from fedfrozen_app.transport import client_files
 from fedfrozen_app.transport.client_state import LIMIT_BYTES, ClientState, Kept, forget
 
 RUN, OTHER = "0123456789abcdef" * 2, "f" * 32
@@ -378,7 +378,7 @@ def test_a_full_disk_is_an_error_that_names_the_place_and_keeps_the_accepted_ver
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
     with monkeypatch.context() as patch:
-        patch.setattr(client_state, "write_tensors", full)
+        patch.setattr(client_files, "write_tensors", full)
         with pytest.raises(OSError, match="round 2 cannot be kept .No space left") as caught:
             node.put(2, 1)
     assert caught.value.errno == errno.ENOSPC
@@ -406,7 +406,7 @@ def test_a_file_that_cannot_be_read_is_an_error_and_stays(
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
 
     with monkeypatch.context() as patch:
-        patch.setattr(client_state, "safe_open", denied)
+        patch.setattr(client_files, "safe_open", denied)
         with pytest.raises(PermissionError, match="round 1 cannot be read"):
             node.open().get(1)
     assert node.rounds() == [1]
@@ -415,14 +415,14 @@ def test_a_file_that_cannot_be_read_is_an_error_and_stays(
 def test_a_file_that_goes_while_it_is_looked_for_counts_as_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    node, opened = Node(tmp_path, 0), client_state.safe_open
+    node, opened = Node(tmp_path, 0), client_files.safe_open
     node.put(1, 0)
 
     def gone(path: Path, framework: str) -> object:
         path.unlink()
         return opened(path, framework=framework)
 
-    monkeypatch.setattr(client_state, "safe_open", gone)
+    monkeypatch.setattr(client_files, "safe_open", gone)
     assert node.open().get(1) is None
 
 
@@ -555,7 +555,7 @@ def test_what_forget_cannot_remove_is_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     Node(tmp_path, 0).put(1, 0)
-    monkeypatch.setattr(client_state.shutil, "rmtree", lambda path, ignore_errors: None)
+    monkeypatch.setattr(client_files.shutil, "rmtree", lambda path, ignore_errors: None)
     with caplog.at_level("WARNING", logger="flwr"):
         forget(tmp_path, RUN)
     assert f"cannot be removed: {tmp_path / RUN}" in caplog.text

@@ -11,10 +11,19 @@ from torch import nn
 
 from fedfrozen_app.engine.local_grid import LocalGrid
 from fedfrozen_app.models.freeze import trainable_parameters
+from fedfrozen_app.strategies import (
+    FedAdam,
+    FedAvgM,
+    FedFrozen,
+    FedNova,
+    FedProx,
+    Scaffold,
+    ServerRule,
+)
 from fedfrozen_app.transport.ledger import LedgerGrid
 
 README = Path(__file__).parents[1] / "README.md"
-SERVER, CLIENT = re.findall(r"```python\n(.*?)```", README.read_text(), re.S)
+SERVER, CLIENT, RULES_CLIENT = re.findall(r"```python\n(.*?)```", README.read_text(), re.S)
 KERNEL = "encoder.layers.0.self_attn.in_proj_weight"
 
 
@@ -81,3 +90,40 @@ def test_the_examples_of_the_readme_freeze_a_users_own_model(
     # 15 uploads: 6 whole, 9 without the kernel; counters are 8 bytes
     size = 4 * (sum(t.numel() for t in start.state_dict().values()) - 1) + 8
     assert grid.take().bytes_up == 15 * size - 9 * 4 * 2 * (2 * 64 + 2 * 8)
+
+
+def my_batches(context: Context) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """A user's data: the tokens of a client have a mean of their own."""
+    partition = int(context.node_config["partition-id"])
+    generator = torch.Generator().manual_seed(partition)
+    return [
+        (
+            torch.randn(7, 11, 8, generator=generator) + partition,
+            torch.randint(0, 3, (7,), generator=generator),
+        )
+        for _ in range(2 + partition)
+    ]
+
+
+@pytest.mark.parametrize("rule", [Scaffold, FedProx, FedNova, FedAvgM, FedAdam])
+def test_the_rules_example_of_the_readme_runs_every_rule(
+    rule: type[ServerRule[Any, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    torch.manual_seed(1)
+    start = Classifier()
+    client: dict[str, Any] = {"make_model": Classifier, "my_batches": my_batches, "torch": torch}
+    exec(CLIENT.split("@app.train()")[0], client)  # its imports, app and cache
+    exec(RULES_CLIENT, client)
+    grid = LedgerGrid(LocalGrid(client["app"], 3))
+    strategy = FedFrozen(strategy=rule(fraction_evaluate=0.0), warmup_rounds=2)
+    result = strategy.start(grid, ArrayRecord(start.state_dict()), num_rounds=4)
+    assert strategy.report.dropped == 0
+    plain = Classifier()
+    plain.load_state_dict(result.arrays.to_torch_state_dict(), strict=True)
+    assert torch.equal(plain.state_dict()[KERNEL][:16], strategy.state.block.tensors[KERNEL])  # type: ignore[union-attr]
+    if isinstance(strategy.strategy, Scaffold):
+        control = strategy.strategy.state.c
+        assert control[KERNEL].shape == (8, 8)
+        assert "norm.running_mean" not in control
+        assert all(float(c.abs().sum()) > 0 for name, c in control.items())

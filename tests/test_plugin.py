@@ -127,3 +127,24 @@ def test_the_rules_example_of_the_readme_runs_every_rule(
         assert control[KERNEL].shape == (8, 8)
         assert "norm.running_mean" not in control
         assert all(float(c.abs().sum()) > 0 for name, c in control.items())
+
+
+def test_a_second_start_with_the_same_scaffold_goes_on_from_its_controls(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    client: dict[str, Any] = {"make_model": Classifier, "my_batches": my_batches, "torch": torch}
+    exec(CLIENT.split("@app.train()")[0], client)
+    exec(RULES_CLIENT, client)
+    torch.manual_seed(1)
+    start = ArrayRecord(Classifier().state_dict())
+
+    def run(*rounds: int) -> dict[str, torch.Tensor]:
+        grid, strategy, arrays = LocalGrid(client["app"], 3), Scaffold(fraction_evaluate=0.0), start
+        for number in rounds:  # Flower counts the rounds of every start from 1
+            arrays = strategy.start(grid, arrays, num_rounds=number).arrays
+            assert strategy.report.dropped == 0
+        return dict(arrays.to_torch_state_dict())
+
+    whole, parts = run(5), run(2, 3)
+    assert all(torch.equal(whole[name], parts[name]) for name in whole)

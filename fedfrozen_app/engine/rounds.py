@@ -60,13 +60,13 @@ class Federation:
                 started = time.perf_counter()
                 arrays = self.train_round(server_round, arrays)
                 self._record(server_round, arrays, started, on_round)
-            if isinstance(rule := self.strategy.strategy, ServerRule):
-                forget(self.worker.client_states, rule.run)
         except BaseException as error:  # Ctrl-C too: the folder must not look finished
             self.folder.write_failure(f"{type(error).__name__}: {error}")
             raise
         finally:
             self.folder.save_model(to_tensors(arrays))
+            if isinstance(rule := self.strategy.strategy, ServerRule):
+                forget(self.worker.client_states, rule.run)
 
     def train_round(self, server_round: int, arrays: ArrayRecord) -> ArrayRecord:
         """Send the model out, aggregate the replies, return the next model."""

@@ -164,8 +164,13 @@ class ServerRule(FlowerFedAvg, Generic[C, S]):
         """Return what is sent beside x, by namespace; clients answer with the same entries."""
         return {}
 
-    def end_round(self, server_round: int, clients: list[int]) -> None:  # noqa: B027 - optional
+    def end_round(self, clients: list[int]) -> None:  # noqa: B027 - optional
         """See whose replies entered the model, once that is settled."""
+
+    def summary(self) -> None:
+        """Log the rule's config and what Flower's strategies log."""
+        log(INFO, "\t├──> Rule: %s", self.config)
+        super().summary()
 
     # --- state ------------------------------------------------------------------------
     def select(self, selection: Selection) -> None:
@@ -273,7 +278,7 @@ class ServerRule(FlowerFedAvg, Generic[C, S]):
         if following is None:
             return None, None
         self.state = replace(following, x={})
-        self.end_round(server_round, clients)
+        self.end_round(clients)
         entries = {**following.x, **buffers.value}
         arrays = {name: entries[name].to(tensor.dtype) for name, tensor in sent.items()}
         contents = [RecordDict({"metrics": metrics}) for metrics in self.report.metrics]

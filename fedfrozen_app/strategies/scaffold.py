@@ -14,11 +14,11 @@ Server, with S the clients that replied, N all clients:
 With SGD momentum rho, tau_i eta_l is replaced by the sum of effective step sizes,
 eta_l ||a_i||_1 (:mod:`.effective_steps`), which makes c_i+ a mean of gradients again.
 
-A client's c_i+ counts once the server has used the reply it came with: each message names
-the client's last round that did (:data:`CONTROL_ROUND`). So c stays the mean of all c_i when
-replies are lost, refused, or rolled back with the server. It also names the selections that
-came into force since then (:data:`CONTROL_PATH`): what froze loses its control, and what
-trains again starts at zero, on a client that was away as on the server.
+A client's c_i+ counts once the server has used the reply it came with: each message says
+which version of its control that was (:data:`CONTROL_ACCEPTED`). So c stays the mean of all
+c_i when replies are lost, refused, or rolled back with the server. It also names the
+selections that came into force since then (:data:`CONTROL_PATH`): what froze loses its
+control, and what trains again starts at zero, on a client that was away as on the server.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -31,7 +31,13 @@ from fedfrozen_app.models.selection import Selection
 from fedfrozen_app.strategies.base import Instructions, ServerRule, State, Update
 from fedfrozen_app.strategies.mean import Mean, Tensors
 from fedfrozen_app.training.hooks import Hook, Parameters
-from fedfrozen_app.transport.payload import CONTROL, CONTROL_PATH, CONTROL_ROUND, RUN
+from fedfrozen_app.transport.payload import (
+    CONTROL,
+    CONTROL_ACCEPTED,
+    CONTROL_PATH,
+    CONTROL_VERSION,
+    RUN,
+)
 
 
 @dataclass(frozen=True)
@@ -139,18 +145,24 @@ class Scaffold(ServerRule[ScaffoldConfig, ScaffoldState]):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self._known = 0  # clients there are in the round
+        self._version = 0  # rounds so far; Flower's own count starts again with every start
         self._stages: list[str] = []  # the selections so far
-        self._accepted: dict[int, tuple[int, int]] = {}  # client -> round and stage of its c_i
+        self._accepted: dict[int, tuple[int, int]] = {}  # client -> version, stage of its c_i
 
     def begin_round(self, clients: Collection[int]) -> None:
-        """See how many clients there are."""
+        """See how many clients there are, and begin a new version of the controls."""
         self._known = len(clients)
+        self._version += 1
 
     def instructions(self, client: int) -> Instructions:
         """Return which of its controls a client must go on from."""
-        server_round, stage = self._accepted.get(client, (0, 0))
-        path = self._stages[stage:]
-        return {RUN: self.run, CONTROL_ROUND: server_round, CONTROL_PATH: path}
+        accepted, stage = self._accepted.get(client, (0, 0))
+        return {
+            RUN: self.run,
+            CONTROL_VERSION: self._version,
+            CONTROL_ACCEPTED: accepted,
+            CONTROL_PATH: self._stages[stage:],
+        }
 
     def extra_arrays(self, x: Tensors) -> dict[str, Tensors]:
         """Return c for every trained entry, in its dtype."""
@@ -163,10 +175,10 @@ class Scaffold(ServerRule[ScaffoldConfig, ScaffoldState]):
         everyone = self.config.num_clients or self._known
         return aggregate(state, updates, replace(self.config, num_clients=everyone))
 
-    def end_round(self, server_round: int, clients: list[int]) -> None:
+    def end_round(self, clients: list[int]) -> None:
         """Note whose c_i+ counts now."""
-        stage = len(self._stages)
-        self._accepted.update({client: (server_round, stage) for client in clients})
+        now = (self._version, len(self._stages))
+        self._accepted.update(dict.fromkeys(clients, now))
 
     def select(self, selection: Selection) -> None:
         """Follow a new selection, and remember it for clients that are away."""
@@ -176,11 +188,11 @@ class Scaffold(ServerRule[ScaffoldConfig, ScaffoldState]):
     def state_dict(self) -> dict[str, Any]:
         """Return c, and which of its controls each client must go on from."""
         clients = {client: list(pair) for client, pair in self._accepted.items()}
-        own = {"stages": list(self._stages), "clients": clients}
+        own = {"version": self._version, "stages": list(self._stages), "clients": clients}
         return {**super().state_dict(), **own}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over a state returned by :meth:`state_dict`."""
         super().load_state_dict(state)
-        self._stages = list(state["stages"])
+        self._version, self._stages = state["version"], list(state["stages"])
         self._accepted = {int(c): (pair[0], pair[1]) for c, pair in state["clients"].items()}

@@ -16,10 +16,10 @@ from fedfrozen_app.training.hooks import Hook, ValueL2
 from fedfrozen_app.transport.client_state import ClientState
 from fedfrozen_app.transport.payload import (
     CONTROL,
+    CONTROL_ACCEPTED,
     CONTROL_PATH,
-    CONTROL_ROUND,
+    CONTROL_VERSION,
     RUN,
-    SERVER_ROUND,
     Payload,
     to_namespaces,
 )
@@ -46,8 +46,8 @@ class ClientControl:
         self, payload: Payload, selection: Selection, kept: ClientState, partition_id: int
     ) -> None:
         self._payload, self._selection, self._kept = payload, selection, kept
-        self._accepted = int(payload.config.get(CONTROL_ROUND, 0))  # type: ignore[arg-type]
-        self._round = int(payload.config[SERVER_ROUND])  # type: ignore[arg-type]
+        self._version = int(payload.config[CONTROL_VERSION])  # type: ignore[arg-type]
+        self._accepted = int(payload.config[CONTROL_ACCEPTED])  # type: ignore[arg-type]
         self.c = payload.extra[CONTROL]
         stored = self._stored(partition_id)
         zero = {name: torch.zeros_like(c) for name, c in self.c.items()}
@@ -65,7 +65,7 @@ class ClientControl:
             if self._accepted > 0:
                 log(
                     WARNING,
-                    "client %d has lost its SCAFFOLD control of round %d and goes on from zero",
+                    "client %d has lost version %d of its SCAFFOLD control and goes on from zero",
                     partition_id,
                     self._accepted,
                 )
@@ -83,7 +83,7 @@ class ClientControl:
         if step_sizes == 0:  # a client without examples
             return {name: torch.zeros_like(c) for name, c in self.c.items()}
         following = next_control(self.c, self.c_i, self._payload.active, y, step_sizes)
-        self._kept.put(self._round, self._accepted, following, self._selection.spec)
+        self._kept.put(self._version, self._accepted, following, self._selection.spec)
         return {name: following[name] - self.c_i[name] for name in following}
 
 

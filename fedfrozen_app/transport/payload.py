@@ -30,10 +30,11 @@ MISSING = "fedfrozen.missing"
 NUM_EXAMPLES, STEPS = "num-examples", "steps"
 # of FedProx, as Flower's own spells it
 PROXIMAL_MU = "proximal-mu"
-# of SCAFFOLD: the namespace of controls, and which of its own a client goes on from
+# of SCAFFOLD: the namespace of controls, which version a client makes now, the one it goes on
+# from, and the selections since that
 CONTROL = "control"
-RUN, CONTROL_ROUND = "fedfrozen.run", "fedfrozen.control-round"
-CONTROL_PATH = "fedfrozen.control-path"
+RUN, CONTROL_VERSION = "fedfrozen.run", "fedfrozen.control-version"
+CONTROL_ACCEPTED, CONTROL_PATH = "fedfrozen.control-accepted", "fedfrozen.control-path"
 
 
 class MissingFrozenBlock(LookupError):

@@ -23,7 +23,7 @@ from fedfrozen_app.transport.frozen_cache import FrozenCache
 from fedfrozen_app.transport.ledger import LedgerGrid
 from fedfrozen_app.transport.payload import (
     CONTROL,
-    CONTROL_ROUND,
+    CONTROL_ACCEPTED,
     MissingFrozenBlock,
     missing_reply,
     open_payload,
@@ -149,7 +149,7 @@ class Learners:
             CONTROL,
             own_node=False,
         )
-        return kept.get(said[CONTROL_ROUND])  # type: ignore[arg-type]
+        return kept.get(said[CONTROL_ACCEPTED])  # type: ignore[arg-type]
 
 
 class Attention(nn.Module):

@@ -145,21 +145,20 @@ class Scaffold(ServerRule[ScaffoldConfig, ScaffoldState]):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self._known = 0  # clients there are in the round
-        self._version = 0  # rounds so far; Flower's own count starts again with every start
+        self._version = 0  # rounds that counted; Flower's number starts again with every start
         self._stages: list[str] = []  # the selections so far
         self._accepted: dict[int, tuple[int, int]] = {}  # client -> version, stage of its c_i
 
     def begin_round(self, clients: Collection[int]) -> None:
-        """See how many clients there are, and begin a new version of the controls."""
+        """See how many clients there are."""
         self._known = len(clients)
-        self._version += 1
 
     def instructions(self, client: int) -> Instructions:
         """Return which of its controls a client must go on from."""
         accepted, stage = self._accepted.get(client, (0, 0))
         return {
             RUN: self.run,
-            CONTROL_VERSION: self._version,
+            CONTROL_VERSION: self._version + 1,
             CONTROL_ACCEPTED: accepted,
             CONTROL_PATH: self._stages[stage:],
         }
@@ -177,6 +176,7 @@ class Scaffold(ServerRule[ScaffoldConfig, ScaffoldState]):
 
     def end_round(self, clients: list[int]) -> None:
         """Note whose c_i+ counts now."""
+        self._version += 1
         now = (self._version, len(self._stages))
         self._accepted.update(dict.fromkeys(clients, now))
 

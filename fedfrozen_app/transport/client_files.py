@@ -1,6 +1,6 @@
 """Versions of a client's state as files, each of them whole, on the disk, or not there.
 
-``<folder>/<run>/<partition id>/<name>-<round>.safetensors``, sealed by a digest over what a
+``<folder>/<run>/<partition id>/<name>-<version>.safetensors``, sealed by a digest over what a
 file says and where it says it.
 """
 
@@ -39,15 +39,15 @@ class Kept:
 
 
 class StateFiles:
-    """The versions of one partition's state of a name, by round."""
+    """The versions of one partition's state of a name, by number."""
 
     def __init__(self, run_folder: Path, partition_id: int, name: str) -> None:
         self.run_folder, self._name = run_folder, name
         self._folder = run_folder / str(partition_id)
         self._pattern = re.compile(rf"{name}-([1-9][0-9]*)\.safetensors")
 
-    def _path(self, server_round: int) -> Path:
-        return self._folder / f"{self._name}-{server_round}.safetensors"
+    def _path(self, version: int) -> Path:
+        return self._folder / f"{self._name}-{version}.safetensors"
 
     def _leads_elsewhere(self) -> bool:
         return self.run_folder.is_symlink() or self._folder.is_symlink()
@@ -65,8 +65,8 @@ class StateFiles:
                 str(self._folder),
             ) from error
 
-    def rounds(self) -> set[int]:
-        """Return the rounds there are ordinary files of."""
+    def versions(self) -> set[int]:
+        """Return the versions there are ordinary files of."""
         if self._leads_elsewhere():
             return set()
         try:
@@ -81,12 +81,12 @@ class StateFiles:
         parts = "|".join([*path.parts[-3:], selection, digest(tensors)])
         return hashlib.sha256(parts.encode()).hexdigest()
 
-    def read(self, server_round: int) -> Kept | None:
+    def read(self, version: int) -> Kept | None:
         """Return a version, None (and no file any more) if it is missing or damaged."""
-        path = self._path(server_round)
+        path = self._path(version)
         about: dict[str, str] = {}
         tensors: dict[str, torch.Tensor] = {}
-        with self.explained(f"the client state of round {server_round} cannot be read"):
+        with self.explained(f"version {version} of the client state cannot be read"):
             try:
                 with safe_open(path, framework="pt") as file:
                     about = file.metadata() or {}
@@ -102,11 +102,11 @@ class StateFiles:
             return None
         return Kept(tensors, selection)
 
-    def write(self, server_round: int, tensors: Mapping[str, torch.Tensor], selection: str) -> None:
+    def write(self, version: int, tensors: Mapping[str, torch.Tensor], selection: str) -> None:
         """Write a version; it is there as a whole, on the disk, or not at all."""
         if self._leads_elsewhere():
             raise OSError(errno.ELOOP, "it is a symbolic link")
-        path = self._path(server_round)
+        path = self._path(version)
         about = {"selection": selection, "digest": self._seal(path, tensors, selection)}
         self._folder.mkdir(parents=True, exist_ok=True)
         self._remove_unfinished()
@@ -128,9 +128,9 @@ class StateFiles:
                 if time.time() - path.lstat().st_mtime > STALE_WRITING_SECONDS:
                     path.unlink()
 
-    def remove(self, server_round: int) -> None:
+    def remove(self, version: int) -> None:
         """Remove a version, if it is there."""
-        self._path(server_round).unlink(missing_ok=True)
+        self._path(version).unlink(missing_ok=True)
 
 
 def forget(folder: Path, run: str) -> None:

@@ -1,8 +1,8 @@
 """What a client keeps between rounds, committed only by the server's word.
 
-A state that a client computes in round r counts only if the server used the reply of
-round r. So every version is kept under its round, and the server names with each message
-the client's last reply that entered the model. What is newer than that reply never
+A state that a client computes counts only if the server used the reply it came with. So the
+server numbers the versions, upwards, and names with each message the one that came with the
+client's last reply that entered the model. What is newer than that reply never
 happened (the reply was lost, or the server was rolled back to a checkpoint), and what is
 older than the version of that reply is not needed any more: two versions stay at most.
 
@@ -27,7 +27,7 @@ __all__ = ["ClientState", "Kept", "forget"]
 
 
 class ClientState:
-    """Tensors one client keeps between rounds under a name, the last versions by server round.
+    """Tensors one client keeps between rounds under a name, the last versions by number.
 
     Parameters
     ----------
@@ -76,10 +76,10 @@ class ClientState:
     def _places(self) -> "list[_Records | StateFiles]":
         return [self._files] if self._records is None else [self._records, self._files]
 
-    def get(self, server_round: int) -> Kept | None:
-        """Return the version of exactly that round; None if it is missing or damaged.
+    def get(self, version: int) -> Kept | None:
+        """Return exactly that version; None if it is missing or damaged.
 
-        Round 0 stands for a client of which no reply was ever used: None.
+        Version 0 stands for a client of which no reply was ever used: None.
 
         Raises
         ------
@@ -87,25 +87,25 @@ class ClientState:
             If the file is there and cannot be read (permissions, for example).
         """
         for place in self._places:
-            if server_round in place.rounds():
-                return place.read(server_round)
+            if version in place.versions():
+                return place.read(version)
         return None
 
     def put(
         self,
-        server_round: int,
-        accepted_round: int,
+        version: int,
+        accepted: int,
         tensors: Mapping[str, torch.Tensor],
         selection: str,
     ) -> None:
-        """Add the version of a round, and remove those that are not needed any more.
+        """Add a version, and remove those that are not needed any more.
 
         Parameters
         ----------
-        server_round : int
-            The round of the version, from 1.
-        accepted_round : int
-            The round of the client's last reply that entered the model, 0 if none did.
+        version : int
+            Its number, from 1.
+        accepted : int
+            The version of the client's last reply that entered the model, 0 if none did.
         tensors : Mapping[str, torch.Tensor]
             Shared, not copied, while they are in ``state``: do not write to them afterwards.
         selection : str
@@ -114,29 +114,29 @@ class ClientState:
         Raises
         ------
         ValueError
-            If not 0 <= accepted_round < server_round.
+            If not 0 <= accepted < version.
         OSError
             If the disk does not take the files; the accepted version is still there.
         """
-        if not 0 <= accepted_round < server_round:
+        if not 0 <= accepted < version:
             raise ValueError(
-                "a client state is put with 0 <= accepted_round < server_round, "
-                f"got accepted_round={accepted_round}, server_round={server_round}"
+                "a client state is put with 0 <= accepted < version, "
+                f"got accepted={accepted}, version={version}"
             )
-        with self._files.explained(f"the client state of round {server_round} cannot be kept"):
-            self._prune(accepted_round)
+        with self._files.explained(f"version {version} of the client state cannot be kept"):
+            self._prune(accepted)
             if self._records is not None and (record := self._small(tensors)) is not None:
-                self._records.write(server_round, record, selection)
+                self._records.write(version, record, selection)
             else:
-                self._files.write(server_round, tensors, selection)
+                self._files.write(version, tensors, selection)
                 sweep(self._files.run_folder)
 
-    def _prune(self, accepted_round: int) -> None:
+    def _prune(self, accepted: int) -> None:
         """Remove all but the newest version that the model has used."""
-        rounds = set().union(*(place.rounds() for place in self._places))
-        used = max((number for number in rounds if number <= accepted_round), default=0)
+        numbers = set().union(*(place.versions() for place in self._places))
+        used = max((number for number in numbers if number <= accepted), default=0)
         for place in self._places:
-            for number in place.rounds() - {used}:
+            for number in place.versions() - {used}:
                 place.remove(number)
 
     def _small(self, tensors: Mapping[str, torch.Tensor]) -> ArrayRecord | None:
@@ -156,52 +156,52 @@ class _Records:
         self._state, self._prefix = state, f"fedfrozen.{name}."
         self._about = f"{self._prefix}versions"
         self._run, self._partition_id = run, partition_id
-        own = {self._key(number) for number in self.rounds()}
+        own = {self._key(number) for number in self.versions()}
         own |= {self._about} if own else set()
         for key in [key for key in state if key.startswith(self._prefix) and key not in own]:
             del state[key]  # another run's, or damaged
 
-    def _key(self, server_round: int) -> str:
-        return f"{self._prefix}round-{server_round}"
+    def _key(self, version: int) -> str:
+        return f"{self._prefix}version-{version}"
 
     def _selections(self) -> dict[int, str]:
-        """Return the selection of each version by round."""
+        """Return the selection of each version by number."""
         about = self._state.get(self._about)
         if not isinstance(about, ConfigRecord):
             return {}
         if (about.get("run"), about.get("partition")) != (self._run, self._partition_id):
             return {}
-        rounds, selections = about.get("rounds"), about.get("selections")
-        if not isinstance(rounds, list) or not isinstance(selections, list):
+        numbers, selections = about.get("numbers"), about.get("selections")
+        if not isinstance(numbers, list) or not isinstance(selections, list):
             return {}
-        pairs = zip(rounds, selections, strict=False)
+        pairs = zip(numbers, selections, strict=False)
         return {k: v for k, v in pairs if isinstance(k, int) and isinstance(v, str)}
 
     def _describe(self, selections: dict[int, str]) -> None:
         if selections:
             about = ConfigRecord({"run": self._run, "partition": self._partition_id})
-            about["rounds"], about["selections"] = list(selections), list(selections.values())
+            about["numbers"], about["selections"] = list(selections), list(selections.values())
             self._state[self._about] = about
         elif self._about in self._state:
             del self._state[self._about]
 
-    def rounds(self) -> set[int]:
+    def versions(self) -> set[int]:
         return set(self._selections())
 
-    def read(self, server_round: int) -> Kept | None:
-        record = self._state.get(self._key(server_round))
+    def read(self, version: int) -> Kept | None:
+        record = self._state.get(self._key(version))
         if not isinstance(record, ArrayRecord):
-            self.remove(server_round)
+            self.remove(version)
             return None
-        return Kept(to_tensors(record), self._selections()[server_round])
+        return Kept(to_tensors(record), self._selections()[version])
 
-    def write(self, server_round: int, record: ArrayRecord, selection: str) -> None:
-        self._state[self._key(server_round)] = record
-        self._describe({**self._selections(), server_round: selection})
+    def write(self, version: int, record: ArrayRecord, selection: str) -> None:
+        self._state[self._key(version)] = record
+        self._describe({**self._selections(), version: selection})
 
-    def remove(self, server_round: int) -> None:
-        if (key := self._key(server_round)) in self._state:
+    def remove(self, version: int) -> None:
+        if (key := self._key(version)) in self._state:
             del self._state[key]
         selections = self._selections()
-        selections.pop(server_round, None)
+        selections.pop(version, None)
         self._describe(selections)

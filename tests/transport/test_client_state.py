@@ -58,10 +58,10 @@ class Node:
             self.state, self.folder, run, partition_id, "control", limit_bytes=self.limit_bytes
         )
 
-    def put(self, server_round: int, accepted_round: int) -> None:
-        self.open().put(server_round, accepted_round, tensors(server_round), SELECTION)
+    def put(self, version: int, accepted: int) -> None:
+        self.open().put(version, accepted, tensors(version), SELECTION)
 
-    def rounds(self) -> list[int]:
+    def versions(self) -> list[int]:
         """Return the rounds whose versions come back, with the values of that round."""
         return [number for number in range(20) if same(self.open().get(number), number)]
 
@@ -80,35 +80,35 @@ def node(request: pytest.FixtureRequest, tmp_path: Path) -> Node:
 def test_a_version_comes_back_by_its_round_and_no_other(node: Node) -> None:
     assert node.any_rounds() == []
     node.put(3, 0)
-    assert node.rounds() == node.any_rounds() == [3]
+    assert node.versions() == node.any_rounds() == [3]
     in_state = node.limit_bytes > 0
     assert files(node.folder) == ([] if in_state else [f"{RUN}/13/control-3.safetensors"])
-    kept = ["fedfrozen.control.round-3", "fedfrozen.control.versions"]
+    kept = ["fedfrozen.control.version-3", "fedfrozen.control.versions"]
     assert stored(node.state) == (kept if in_state else [])
 
 
 def test_the_accepted_version_and_the_last_one_stay(node: Node) -> None:
     node.put(1, 0)
     node.put(2, 1)
-    assert node.rounds() == [1, 2]
+    assert node.versions() == [1, 2]
     node.put(5, 2)
-    assert node.rounds() == node.any_rounds() == [2, 5]
+    assert node.versions() == node.any_rounds() == [2, 5]
 
 
 def test_a_version_that_the_server_never_used_is_replaced(node: Node) -> None:
     node.put(2, 0)
     node.put(4, 2)
     node.put(7, 2)  # the reply of round 4 was lost
-    assert node.rounds() == node.any_rounds() == [2, 7]
+    assert node.versions() == node.any_rounds() == [2, 7]
 
 
 def test_versions_of_a_future_that_was_rolled_back_are_removed(node: Node) -> None:
     node.put(4, 0)
     node.put(9, 4)
     node.put(6, 4)  # the server went back to its checkpoint of round 5
-    assert node.rounds() == node.any_rounds() == [4, 6]
+    assert node.versions() == node.any_rounds() == [4, 6]
     node.put(2, 1)  # and to one older than all that is kept
-    assert node.rounds() == node.any_rounds() == [2]
+    assert node.versions() == node.any_rounds() == [2]
 
 
 def test_a_round_that_is_repeated_replaces_its_version(node: Node) -> None:
@@ -121,7 +121,7 @@ def test_a_round_that_is_repeated_replaces_its_version(node: Node) -> None:
 def test_the_newest_version_before_the_accepted_one_stays_if_that_one_is_lost(node: Node) -> None:
     node.put(2, 0)
     node.put(8, 5)
-    assert node.rounds() == node.any_rounds() == [2, 8]
+    assert node.versions() == node.any_rounds() == [2, 8]
 
 
 def test_each_version_has_its_own_selection(node: Node) -> None:
@@ -130,12 +130,12 @@ def test_each_version_has_its_own_selection(node: Node) -> None:
     assert same(node.open().get(1), 1, "all") and same(node.open().get(2), 2, "value")
 
 
-@pytest.mark.parametrize(("server_round", "accepted"), [(0, 0), (3, 3), (3, 4), (3, -1)])
+@pytest.mark.parametrize(("version", "accepted"), [(0, 0), (3, 3), (3, 4), (3, -1)])
 def test_a_reply_is_accepted_only_before_the_next_round(
-    node: Node, server_round: int, accepted: int
+    node: Node, version: int, accepted: int
 ) -> None:
-    with pytest.raises(ValueError, match="0 <= accepted_round < server_round"):
-        node.put(server_round, accepted)
+    with pytest.raises(ValueError, match="0 <= accepted < version"):
+        node.put(version, accepted)
     assert stored(node.state) == files(node.folder) == []
 
 
@@ -146,9 +146,9 @@ def test_two_names_do_not_meet(node: Node) -> None:
         assert other.get(1) is None
         other.put(3, 1, tensors(5), "all")
         assert same(other.get(3), 5, "all")
-    assert node.rounds() == node.any_rounds() == [1]
+    assert node.versions() == node.any_rounds() == [1]
     node.put(8, 5)  # its newest version up to round 5 is that of round 1
-    assert node.rounds() == node.any_rounds() == [1, 8]
+    assert node.versions() == node.any_rounds() == [1, 8]
 
 
 def test_what_another_run_left_is_not_found(node: Node) -> None:
@@ -178,11 +178,11 @@ def test_the_limit_counts_all_tensors_together(tmp_path: Path) -> None:
 
 def test_a_state_that_grows_and_shrinks_leaves_no_version_behind(tmp_path: Path) -> None:
     node = Node(tmp_path, LIMIT_BYTES)
-    for server_round in range(1, 12):  # in turn: two in `state`, three in files
-        node.limit_bytes = LIMIT_BYTES if server_round % 5 < 2 else 0
-        node.put(server_round, server_round - 1)
-        expected = [number for number in (server_round - 1, server_round) if number]
-        assert node.rounds() == expected
+    for version in range(1, 12):  # in turn: two in `state`, three in files
+        node.limit_bytes = LIMIT_BYTES if version % 5 < 2 else 0
+        node.put(version, version - 1)
+        expected = [number for number in (version - 1, version) if number]
+        assert node.versions() == expected
         in_files = [number for number in expected if number % 5 >= 2]
         paths = [f"{RUN}/13/control-{number}.safetensors" for number in in_files]
         assert files(tmp_path) == sorted(paths)
@@ -231,14 +231,14 @@ def test_a_node_of_several_partitions_uses_files_and_leaves_the_state_alone(
 
 
 def work(folder: Path, partition_id: int) -> None:
-    for server_round in range(1, 18):
+    for version in range(1, 18):
         client = ClientState(
             RecordDict(), folder, RUN, partition_id, "control", own_node=False, limit_bytes=0
         )
-        before = client.get(server_round - 1)
-        assert server_round == 1 or same(before, partition_id * 100 + server_round - 1)
-        value = partition_id * 100 + server_round
-        client.put(server_round, server_round - 1, tensors(value), SELECTION)
+        before = client.get(version - 1)
+        assert version == 1 or same(before, partition_id * 100 + version - 1)
+        value = partition_id * 100 + version
+        client.put(version, version - 1, tensors(value), SELECTION)
 
 
 def test_partitions_of_one_node_at_work_at_once_do_not_disturb_each_other(tmp_path: Path) -> None:
@@ -255,7 +255,7 @@ def test_a_users_own_records_are_never_touched(node: Node) -> None:
         "control": ConfigRecord({"run": "mine"}),
         "fedfrozen": MetricRecord({"loss": 0.5}),
         "fedfrozen.controls": MetricRecord({"loss": 0.25}),
-        "xfedfrozen.control.versions": ConfigRecord({"rounds": [1]}),
+        "xfedfrozen.control.versions": ConfigRecord({"numbers": [1]}),
     }
     node.state.update(own)
     node.put(1, 0)
@@ -282,10 +282,10 @@ def test_the_state_survives_the_way_between_processes(
     tmp_path: Path, travel: Callable[[RecordDict], RecordDict]
 ) -> None:
     node = Node(tmp_path, LIMIT_BYTES)
-    for server_round in range(1, 6):
-        node.put(server_round, server_round - 1)
+    for version in range(1, 6):
+        node.put(version, version - 1)
         node.state = travel(node.state)
-    assert node.rounds() == node.any_rounds() == [4, 5]
+    assert node.versions() == node.any_rounds() == [4, 5]
     assert files(tmp_path) == []
 
 
@@ -297,22 +297,22 @@ def test_tensors_are_shared_with_the_state_not_copied(tmp_path: Path) -> None:
     assert not kept.tensors["w"].requires_grad
 
 
-@pytest.mark.parametrize("damage", ["record", "kind", "rounds", "about", "orphan"])
+@pytest.mark.parametrize("damage", ["record", "kind", "numbers", "about", "orphan"])
 def test_damaged_records_count_as_missing_and_are_removed(tmp_path: Path, damage: str) -> None:
     node = Node(tmp_path, LIMIT_BYTES)
     node.put(3, 0)
     about = node.state["fedfrozen.control.versions"]
     assert isinstance(about, ConfigRecord)
     if damage == "record":
-        del node.state["fedfrozen.control.round-3"]
+        del node.state["fedfrozen.control.version-3"]
     elif damage == "kind":
-        node.state["fedfrozen.control.round-3"] = MetricRecord({"loss": 1.0})
-    elif damage == "rounds":
-        about["rounds"] = 3
+        node.state["fedfrozen.control.version-3"] = MetricRecord({"loss": 1.0})
+    elif damage == "numbers":
+        about["numbers"] = 3
     elif damage == "about":
         del node.state["fedfrozen.control.versions"]
     else:
-        about["rounds"] = [4]
+        about["numbers"] = [4]
     assert node.any_rounds() == []
     assert stored(node.state) == []
 
@@ -342,7 +342,7 @@ def test_a_damaged_file_counts_as_missing_and_is_removed(tmp_path: Path, damage:
     )
     assert node.open().get(2) is None
     assert not path.exists()
-    assert node.rounds() == [1]
+    assert node.versions() == [1]
 
 
 @pytest.mark.parametrize(
@@ -379,12 +379,14 @@ def test_a_full_disk_is_an_error_that_names_the_place_and_keeps_the_accepted_ver
 
     with monkeypatch.context() as patch:
         patch.setattr(client_files, "write_tensors", full)
-        with pytest.raises(OSError, match="round 2 cannot be kept .No space left") as caught:
+        with pytest.raises(
+            OSError, match="version 2 of the client state cannot be kept .No space left"
+        ) as caught:
             node.put(2, 1)
     assert caught.value.errno == errno.ENOSPC
     assert caught.value.filename == str(tmp_path / RUN / "13")
     assert str(tmp_path / RUN / "13") in str(caught.value)
-    assert node.rounds() == node.any_rounds() == [1]
+    assert node.versions() == node.any_rounds() == [1]
     assert files(tmp_path) == [f"{RUN}/13/control-1.safetensors"]
 
 
@@ -392,7 +394,7 @@ def test_a_folder_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     node = Node(tmp_path / "file" / "states", 0)
     assert node.open().get(1) is None
-    with pytest.raises(NotADirectoryError, match="round 1 cannot be kept"):
+    with pytest.raises(NotADirectoryError, match="version 1 of the client state cannot be kept"):
         node.put(1, 0)
 
 
@@ -407,9 +409,9 @@ def test_a_file_that_cannot_be_read_is_an_error_and_stays(
 
     with monkeypatch.context() as patch:
         patch.setattr(client_files, "safe_open", denied)
-        with pytest.raises(PermissionError, match="round 1 cannot be read"):
+        with pytest.raises(PermissionError, match="version 1 of the client state cannot be read"):
             node.open().get(1)
-    assert node.rounds() == [1]
+    assert node.versions() == [1]
 
 
 def test_a_file_that_goes_while_it_is_looked_for_counts_as_missing(
@@ -455,7 +457,7 @@ def test_unfinished_files_of_killed_processes_are_removed_when_old(tmp_path: Pat
     os.utime(old, (time.time() - 2 * DAY,) * 2)
     node.put(2, 1)
     assert not old.exists() and new.exists()
-    assert node.rounds() == node.any_rounds() == [1, 2]
+    assert node.versions() == node.any_rounds() == [1, 2]
 
 
 # --- runs that have ended -----------------------------------------------------------------
@@ -505,7 +507,7 @@ def test_a_run_does_not_sweep_itself_when_the_clock_is_wrong(
     monkeypatch.setattr(time, "time", lambda: later)
     node = Node(tmp_path, 0)
     node.put(1, 0)
-    assert node.rounds() == [1]
+    assert node.versions() == [1]
 
 
 def test_nothing_is_swept_while_the_state_is_small(tmp_path: Path) -> None:
@@ -548,7 +550,7 @@ def test_a_link_in_place_of_a_version_is_not_read(tmp_path: Path) -> None:
     path.symlink_to(tmp_path / "elsewhere")
     assert node.open().get(1) is None
     node.put(1, 0)
-    assert node.rounds() == [1] and not path.is_symlink()
+    assert node.versions() == [1] and not path.is_symlink()
 
 
 def test_what_forget_cannot_remove_is_a_warning(

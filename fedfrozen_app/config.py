@@ -132,7 +132,9 @@ class RunConfig(BaseModel):
         0, ge=0, description="image side in pixels fed to the model; 0 = the model's own"
     )
     head: Literal["trainable", "frozen-kaiming", "frozen-orthogonal"] = Field(
-        "trainable", description="classification head"
+        "trainable",
+        description="classification head; the frozen ones are drawn from the seed (or taken from "
+        "a weights file that was trained with the same kind) and never train",
     )
     # --- federation -------------------------------------------------------------------
     strategy: Literal[
@@ -327,7 +329,7 @@ class RunConfig(BaseModel):
 
     @property
     def freezes(self) -> bool:
-        """Whether some round of this run trains with frozen entries."""
+        """Whether some round of this run trains with more frozen than a frozen head."""
         return self.resolved_warmup_rounds < self.rounds
 
     @property

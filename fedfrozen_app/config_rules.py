@@ -11,7 +11,6 @@ ADAPTIVE = ("fedadam", "fedyogi", "fedadagrad")  # server optimisers with a seco
 NOT_YET = {
     "strategy": ("latent",),
     "model": ("resnet18-gn", "resnet34-gn", "tinygpt"),
-    "head": ("frozen-kaiming", "frozen-orthogonal"),
 }
 # (key, other key, values of the other with which the key acts): elsewhere it would do nothing
 ACTS_WITH = (
@@ -135,6 +134,11 @@ def _freeze_problems(config: "RunConfig") -> Iterable[str]:
         yield (
             f"warmup-rounds must be <= rounds={config.rounds}, got {config.warmup_rounds}; "
             "shorten the warm-up or run more rounds"
+        )
+    if config.frozen == "head" and config.head != "trainable":
+        yield (
+            f"frozen=head trains only the head and head={config.head} never trains it, so nothing "
+            "would train; set head=trainable or freeze something else"
         )
     if config.frozen == "all" and max(config.warmup_rounds, config.warmup_ratio) >= 0:
         yield (

@@ -1,4 +1,4 @@
-"""Write tensors to safetensors files, with the errors of ordinary files."""
+"""Safetensors files: written with the errors of ordinary files, and what they say of themselves."""
 
 import errno
 import os
@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+import safetensors
 import safetensors.torch
 import torch
 from safetensors import SafetensorError
@@ -30,6 +31,15 @@ def write_tensors(
         code = re.search(r"os error (\d+)", str(error))
         number = int(code[1]) if code else errno.EIO
         raise OSError(number, os.strerror(number), str(path)) from None
+
+
+def read_metadata(path: Path) -> dict[str, str]:
+    """Return the metadata of a safetensors file; empty for a file that is none or has none."""
+    try:
+        with safetensors.safe_open(path, framework="pt") as file:
+            return dict(file.metadata() or {})
+    except (SafetensorError, OSError):
+        return {}
 
 
 def _standing_alone(tensor: torch.Tensor) -> torch.Tensor:

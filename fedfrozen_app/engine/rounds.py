@@ -9,6 +9,7 @@ from flwr.serverapp import Grid
 from fedfrozen_app.config import ConfigError, RunConfig
 from fedfrozen_app.data.partition import partition_report
 from fedfrozen_app.engine.roster import Roster
+from fedfrozen_app.models.head import METADATA_KEY, never_trained
 from fedfrozen_app.models.registry import check_source, model_spec
 from fedfrozen_app.runs.store import RoundMetrics, RunFolder, check_free
 from fedfrozen_app.strategies import FedFrozen, FreezeSchedule
@@ -35,7 +36,11 @@ def build_strategy(config: RunConfig, worker: Worker) -> FedFrozen:
         min_train_nodes=1,
         min_available_nodes=1,
     )
-    schedule = FreezeSchedule.warmup(config.resolved_warmup_rounds, config.resolved_frozen)
+    schedule = FreezeSchedule.warmup(
+        config.resolved_warmup_rounds,
+        config.resolved_frozen,
+        always=never_trained(config.head, worker.entries),
+    )
     return FedFrozen(rule, schedule=schedule, value_l2=config.value_l2)
 
 
@@ -64,7 +69,7 @@ class Federation:
             self.folder.write_failure(f"{type(error).__name__}: {error}")
             raise
         finally:
-            self.folder.save_model(to_tensors(arrays))
+            self.folder.save_model(to_tensors(arrays), {METADATA_KEY: self.config.head})
             if isinstance(rule := self.strategy.strategy, ServerRule):
                 forget(self.worker.client_states, rule.run)
 

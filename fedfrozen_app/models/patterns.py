@@ -24,7 +24,8 @@ from typing import NamedTuple
 
 from fedfrozen_app.models.attention import ROLES, Attention, HasShape, Rows, find_attention
 
-PRESETS = ("all", "query-key", "value-head", "head")
+ALL = "all"
+PRESETS = (ALL, "query-key", "value-head", "head")
 # First components of the names under which libraries keep the head.
 HEADS = (
     "head",
@@ -70,6 +71,15 @@ def complement(ranges: Ranges, size: int) -> Ranges:
     """Return the part of ``0:size`` outside sorted, disjoint ``ranges``."""
     edges = [0, *(edge for pair in ranges for edge in pair), size]
     return union(zip(edges[::2], edges[1::2], strict=True))
+
+
+def compose(*specs: str) -> str:
+    """Return the spec that freezes what any of the given ones does, applied in their order.
+
+    ``all`` freezes nothing, so it drops out beside others: ``compose("all", "head.*")`` is
+    ``head.*``.
+    """
+    return ", ".join(spec for spec in specs if spec.strip() != ALL) or ALL
 
 
 def resolve(spec: str, entries: Mapping[str, HasShape], head: str = "") -> dict[str, Active]:

@@ -6,6 +6,7 @@ state dict loads with ``strict=True`` into the same model built by timm alone.
 """
 
 import difflib
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +22,11 @@ from timm.models.vision_transformer import VisionTransformer, checkpoint_filter_
 from torch import Tensor, nn
 
 from fedfrozen_app.config import DIGITS_MODEL, NAMED_WEIGHTS, ConfigError, RunConfig
+from fedfrozen_app.models.head import METADATA_KEY, TRAINABLE, draw_head_
 from fedfrozen_app.seeds import derive_seed
+from fedfrozen_app.tensor_file import read_metadata
+
+logger = logging.getLogger(__name__)
 
 # The paper's two models (arXiv:2605.06446), with the weights that were pretrained on
 # ImageNet-21k and fine-tuned on ImageNet-1k at 224 px (AugReg, arXiv:2106.10270).
@@ -113,6 +118,7 @@ def create_model(config: RunConfig, num_classes: int, *, init: bool = True) -> V
     model.to_empty(device="cpu")
     if init:
         _fill(model, spec.name, config.seed)
+        draw_head_(model, config)
     return model
 
 
@@ -123,7 +129,8 @@ def load_weights(model: nn.Module, source: str, config: RunConfig) -> None:
     own weights; anything else is a file (safetensors, or a torch checkpoint that
     ``weights_only=True`` can read). Half precision is widened to the model's dtype, position
     and patch embeddings are resampled by timm's own rule, and a classification head of another
-    shape is left out, so the seeded head stays.
+    shape is left out, so the seeded head stays. A frozen head is drawn again, unless the file
+    says that its own was frozen as this run's is (:mod:`fedfrozen_app.models.head`).
 
     Raises
     ------
@@ -142,6 +149,22 @@ def load_weights(model: nn.Module, source: str, config: RunConfig) -> None:
     except Exception as error:  # whatever timm's conversion trips over in a foreign file
         raise ConfigError(_does_not_fit(origin, name, [f"cannot be converted: {error}"])) from None
     _load_fitting(model, state_dict, name, origin)
+    if config.head != TRAINABLE and not _knows_head(source, config):
+        draw_head_(model, config)
+
+
+def _knows_head(source: str, config: RunConfig) -> bool:
+    """Whether a source's weights were trained with the kind of frozen head that the run has."""
+    if source == "pretrained":
+        return False
+    made = read_metadata(Path(source)).get(METADATA_KEY, TRAINABLE)
+    if made != config.head:
+        logger.warning(
+            "weights file %r was trained with head=%s, so the run's head=%s is drawn anew and the "
+            "model has yet to adapt to it",
+            *(source, made, config.head),
+        )
+    return made == config.head
 
 
 def _resolve_name(model: str) -> str:

@@ -114,10 +114,12 @@ class RunFolder:
             file.flush()
             os.fsync(file.fileno())
 
-    def save_model(self, arrays: Mapping[str, torch.Tensor]) -> None:
-        """Write the whole model to ``model.safetensors``."""
+    def save_model(
+        self, arrays: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None
+    ) -> None:
+        """Write the whole model to ``model.safetensors``, with metadata for its header."""
         with atomic_path(self.path / "model.safetensors") as temporary:
-            write_tensors(temporary, arrays)
+            write_tensors(temporary, arrays, metadata)
 
     def write_failure(self, reason: str) -> None:
         """Write why the run stopped to ``failure.txt``."""

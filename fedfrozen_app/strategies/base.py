@@ -21,6 +21,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 from flwr.supercore import log
 
+from fedfrozen_app.models.patterns import ALL
 from fedfrozen_app.models.reselect import reselect
 from fedfrozen_app.models.selection import Selection
 from fedfrozen_app.strategies.buffers import BufferMean, trained
@@ -35,7 +36,6 @@ from fedfrozen_app.strategies.replies import (
     layout_of,
 )
 from fedfrozen_app.strategies.sampling import Members, nodes_in_order, sample_cohort
-from fedfrozen_app.strategies.schedule import ALL
 from fedfrozen_app.transport.arrays import to_record, to_tensors
 from fedfrozen_app.transport.payload import (
     PARTITION_ID,

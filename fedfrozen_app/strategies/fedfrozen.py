@@ -93,8 +93,8 @@ class FedFrozen(Strategy):
     schedule : FreezeSchedule, optional
         Any number of stages instead of one warm-up.
     value_l2 : float
-        lambda of (lambda/2) ||W_V||^2 on the value rows while something is frozen. It is sent
-        to the clients, which read it as ``Payload.value_l2`` and add it to their loss.
+        lambda of (lambda/2) ||W_V||^2 on the value rows after the freeze. It is sent to the
+        clients, which read it as ``Payload.value_l2`` and add it to their loss.
     min_replies : float
         Share of the cohort, in [0, 1], that must reply usably; fewer end the run. For a
         wrapped rule of ours, set it there.
@@ -194,12 +194,12 @@ class FedFrozen(Strategy):
         """Raise ValueError, before any training, if a stage cannot work with this model."""
         for spec in self.schedule.specs():
             selection = Selection.build(spec, arrays)
-            if self.value_l2 > 0 and not selection.is_all:
+            if self.value_l2 > 0 and spec != self.schedule.always:
                 check_value_rows(self.value_l2, arrays, selection)
 
     def is_frozen(self, server_round: int) -> bool:
-        """Whether some entry is frozen in a round."""
-        return self.schedule.spec(server_round) != "all"
+        """Whether more is frozen in a round than what the schedule never trains."""
+        return self.schedule.spec(server_round) != self.schedule.always
 
     @property
     def report(self) -> RoundReport:
@@ -272,7 +272,8 @@ class FedFrozen(Strategy):
             if stock and record is not active:  # our own rules were shown what travels
                 message.content = RecordDict({**message.content, name: active})
         if self.state.block is not None:
-            self.state.block.dress(self._sent, self.state.spec, self.value_l2)
+            value_l2 = self.value_l2 if self.state.spec != self.schedule.always else 0.0
+            self.state.block.dress(self._sent, self.state.spec, value_l2)
         return list(self._sent)
 
     # --- up ---------------------------------------------------------------------------

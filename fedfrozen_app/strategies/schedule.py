@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Self
 
-ALL = "all"
+from fedfrozen_app.models.patterns import ALL, compose
 
 
 @dataclass(frozen=True)
@@ -15,9 +15,12 @@ class FreezeSchedule:
     stages : tuple of (int, str)
         First round of each stage and its selection (a preset or name patterns), rounds
         rising, the first stage from round 1: ``((1, "all"), (11, "query-key"))``.
+    always : str
+        What never trains, in any stage, for example a frozen head: ``head.*``.
     """
 
     stages: tuple[tuple[int, str], ...]
+    always: str = ALL
 
     def __post_init__(self) -> None:
         rounds = [first for first, _ in self.stages]
@@ -28,16 +31,17 @@ class FreezeSchedule:
             )
 
     @classmethod
-    def warmup(cls, rounds: int, frozen: str) -> Self:
-        """Train everything for ``rounds`` rounds, then freeze (arXiv:2605.06446)."""
+    def warmup(cls, rounds: int, frozen: str, *, always: str = ALL) -> Self:
+        """Train all but ``always`` for ``rounds`` rounds, then freeze (arXiv:2605.06446)."""
         if rounds < 0:
             raise ValueError(f"warmup_rounds must be >= 0, got {rounds}; 0 freezes from round 1")
-        return cls(((1, ALL), (rounds + 1, frozen)) if rounds else ((1, frozen),))
+        return cls(((1, ALL), (rounds + 1, frozen)) if rounds else ((1, frozen),), always)
 
     def spec(self, server_round: int) -> str:
         """Return the selection in force in a round (1, 2, ...)."""
-        return [spec for first, spec in self.stages if first <= max(server_round, 1)][-1]
+        stage = [spec for first, spec in self.stages if first <= max(server_round, 1)][-1]
+        return compose(stage, self.always)
 
     def specs(self) -> list[str]:
         """Return the selection of every stage."""
-        return [spec for _, spec in self.stages]
+        return [compose(spec, self.always) for _, spec in self.stages]

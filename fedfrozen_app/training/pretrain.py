@@ -3,7 +3,7 @@
 The public share is the part of the training data that no client holds (``public-fraction``).
 The recipe is fixed, so that runs which differ only in their federation start alike:
 AdamW, learning rate 1e-3, weight decay 0.01, batches of 32, 20 passes, fp32, with the
-preprocessing and augmentation of the run.
+preprocessing, augmentation and head of the run: a frozen head is frozen here too.
 """
 
 import hashlib
@@ -21,6 +21,8 @@ from fedfrozen_app.data.cache import cache_root, cached, content_key
 from fedfrozen_app.data.datasets import ImageDataset
 from fedfrozen_app.data.images import ImageExamples, Preprocessor
 from fedfrozen_app.data.partition import Partition
+from fedfrozen_app.models.freeze import freeze_, unfreeze_
+from fedfrozen_app.models.head import METADATA_KEY, central_selection
 from fedfrozen_app.models.registry import create_model, model_spec
 from fedfrozen_app.tensor_file import write_tensors
 from fedfrozen_app.training.local import LocalTraining, resolve_device, train
@@ -81,6 +83,7 @@ def _key(
         model=asdict(model_spec(config)),
         num_classes=len(dataset.class_names),
         seed=config.seed,
+        head=config.head,
         device=f"{torch.get_num_threads()} threads" if device.type == "cpu" else device.type,
         torch=torch.__version__,
     )
@@ -97,6 +100,7 @@ def _train_base(
         dataset.train.images, dataset.train.labels, torch.from_numpy(partition.public), preprocessor
     )
     model = create_model(config, len(dataset.class_names)).to(device)
+    freeze_(model, central_selection(config, model))
     result = train(
         model,
         public,
@@ -109,7 +113,8 @@ def _train_base(
         "base weights: %d public examples, %d steps, training loss %.3f, %.1f s",
         *(result.num_examples, result.steps, result.train_loss, result.seconds),
     )
-    write_tensors(path, model.state_dict())
+    unfreeze_(model)
+    write_tensors(path, model.state_dict(), {METADATA_KEY: config.head})
     return {"sha256": _sha256(path), **asdict(result)}
 
 

@@ -119,8 +119,8 @@ class RunConfig(BaseModel):
     model: str = Field(
         "auto",
         min_length=1,
-        description="vit-digits, vit-b-32, vit-s-16 or the name of any timm Vision Transformer; "
-        "auto = the paper's model for the data set",
+        description="vit-digits, vit-b-32, vit-s-16, the name of any timm Vision Transformer, "
+        "resnet18-gn or resnet34-gn; auto = the FedFrozen paper's model for the data set",
     )
     weights: str = Field(
         "auto",
@@ -129,7 +129,10 @@ class RunConfig(BaseModel):
         "none, or a safetensors file; auto = base for vit-digits, else pretrained",
     )
     image_size: int = Field(
-        0, ge=0, description="image side in pixels fed to the model; 0 = the model's own"
+        0,
+        ge=0,
+        description="image side in pixels fed to the model; 0 = the model's own (ResNets: 32, or "
+        "64 with tinyimagenet)",
     )
     head: Literal["trainable", "frozen-kaiming", "frozen-orthogonal"] = Field(
         "trainable",

@@ -10,7 +10,8 @@ from fedfrozen_app.config import ConfigError, RunConfig
 from fedfrozen_app.data.partition import partition_report
 from fedfrozen_app.engine.roster import Roster
 from fedfrozen_app.models.head import METADATA_KEY, never_trained
-from fedfrozen_app.models.registry import check_source, model_spec
+from fedfrozen_app.models.registry import model_spec
+from fedfrozen_app.models.weights import check_weights
 from fedfrozen_app.runs.store import RoundMetrics, RunFolder, check_free
 from fedfrozen_app.strategies import FedFrozen, FreezeSchedule
 from fedfrozen_app.strategies.base import ServerRule
@@ -130,7 +131,7 @@ def prepare(config: RunConfig) -> tuple[Worker, FedFrozen]:
         For whatever the config asks that cannot be done.
     """
     model_spec(config)
-    check_source(config.resolved_weights)
+    check_weights(config)
     check_free(config)
     worker = resident(config)
     strategy = build_strategy(config, worker)

@@ -176,10 +176,11 @@ class _Resolver:
             for name, rows in self.attention.rows.items()
         }
         if not any(found.values()):
+            without = "" if self.attention.rows else " (a model without attention takes frozen=all)"
             raise ValueError(
                 f"frozen={preset} found no {' or '.join(roles)} entries; closest are "
                 f"{self.closest('attn.qkv.weight')}; name what to freeze by patterns, for "
-                f"example frozen='{next(iter(self.entries), 'blocks.0.*')}'"
+                f"example frozen='{next(iter(self.entries), 'blocks.0.*')}'{without}"
             )
         return found
 

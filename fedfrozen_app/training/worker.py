@@ -12,8 +12,9 @@ from fedfrozen_app.data.datasets import load_dataset
 from fedfrozen_app.data.images import ImageExamples, Preprocessor
 from fedfrozen_app.data.partition import make_partition
 from fedfrozen_app.models.freeze import freeze_, unfreeze_
-from fedfrozen_app.models.registry import create_model, load_weights, model_spec
+from fedfrozen_app.models.registry import create_model, model_spec
 from fedfrozen_app.models.selection import Selection
+from fedfrozen_app.models.weights import load_weights
 from fedfrozen_app.training.hooks import Hook
 from fedfrozen_app.training.local import (
     LocalResult,

@@ -10,8 +10,9 @@ import torch
 from fedfrozen_app.config import ConfigError, RunConfig
 from fedfrozen_app.models.head import METADATA_KEY, central_selection, never_trained
 from fedfrozen_app.models.patterns import compose
-from fedfrozen_app.models.registry import create_model, load_weights
+from fedfrozen_app.models.registry import create_model
 from fedfrozen_app.models.selection import Selection
+from fedfrozen_app.models.weights import load_weights
 from fedfrozen_app.tensor_file import read_metadata, write_tensors
 
 KINDS = ("frozen-kaiming", "frozen-orthogonal")

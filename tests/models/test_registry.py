@@ -10,14 +10,14 @@ import torch
 from timm.models.vision_transformer import VisionTransformer
 
 from fedfrozen_app.config import ConfigError, RunConfig
-from fedfrozen_app.models import registry
+from fedfrozen_app.models import weights
 from fedfrozen_app.models.registry import (
     ALIASES,
     VIT_DIGITS,
     create_model,
-    load_weights,
     model_spec,
 )
+from fedfrozen_app.models.weights import load_weights
 from fedfrozen_app.seeds import derive_seed
 
 SHARED = Path(__file__).resolve().parents[2] / ".." / "shared"
@@ -313,7 +313,7 @@ def test_a_cached_hub_file_is_loaded_without_asking_the_hub(tmp_path, monkeypatc
         assert local_files_only, "the hub was asked"
         return huggingface_hub.hf_hub_download(*where, local_files_only=True)
 
-    monkeypatch.setattr(registry, "hf_hub_download", only_local)
+    monkeypatch.setattr(weights, "hf_hub_download", only_local)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     repository = tmp_path / "models--timm--test_vit.r160_in1k"
     (repository / "refs").mkdir(parents=True)

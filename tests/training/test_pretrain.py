@@ -12,7 +12,8 @@ from fedfrozen_app.config import ConfigError, RunConfig
 from fedfrozen_app.data.datasets import load_dataset
 from fedfrozen_app.data.images import ImageExamples, Preprocessor
 from fedfrozen_app.data.partition import make_partition
-from fedfrozen_app.models.registry import VIT_DIGITS, create_model, load_weights, model_spec
+from fedfrozen_app.models.registry import VIT_DIGITS, create_model, model_spec
+from fedfrozen_app.models.weights import load_weights
 from fedfrozen_app.training import pretrain
 from fedfrozen_app.training.local import evaluate
 from fedfrozen_app.training.pretrain import RECIPE, base_weights

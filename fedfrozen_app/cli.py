@@ -103,6 +103,7 @@ def run_here(config: RunConfig) -> Path:
     from fedfrozen_app.engine.local_grid import LocalGrid
     from fedfrozen_app.engine.rounds import prepare, run_federation
     from fedfrozen_app.runs.store import RoundMetrics
+    from fedfrozen_app.runs.summary import quality
 
     logging.getLogger("flwr").setLevel(logging.WARNING)  # the progress bar says the rest
     columns = (
@@ -122,7 +123,7 @@ def run_here(config: RunConfig) -> Path:
         def on_round(metrics: RoundMetrics) -> None:
             note = f"{metrics.phase}"
             if metrics.test_accuracy is not None:
-                note += f"  accuracy {metrics.test_accuracy:.4f}"
+                note += f"  {quality(metrics)}"
             progress.update(task, completed=metrics.round, note=note)
 
         return run_federation(config, grid, on_round).path

@@ -24,7 +24,12 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from fedfrozen_app.config_rules import ADAPTIVE, contradictions
+from fedfrozen_app.config_rules import (
+    ADAPTIVE,
+    LANGUAGE_MODELS,
+    TEXT_DATASETS,
+    contradictions,
+)
 
 ConfigValue = str | int | float | bool
 
@@ -37,7 +42,9 @@ DIGITS_MODEL = "vit-digits"
 NAMED_WEIGHTS = ("auto", "pretrained", "base", "none")  # any other value is a file
 
 # The models of the FedFrozen paper's experiments (arXiv:2605.06446) by data set.
-DEFAULT_MODELS = {"digits": DIGITS_MODEL, "fashion-mnist": DIGITS_MODEL, "femnist": "vit-s-16"}
+DEFAULT_MODELS = {"digits": DIGITS_MODEL, "fashion-mnist": DIGITS_MODEL, "femnist": "vit-s-16"} | (
+    dict.fromkeys(TEXT_DATASETS, LANGUAGE_MODELS[0])
+)
 
 
 def rounds_of_ratio(ratio: float, rounds: int) -> int:
@@ -82,7 +89,8 @@ class RunConfig(BaseModel):
         "digits",
         min_length=1,
         description="digits (bundled), cifar10, cifar100, femnist, tinyimagenet, fashion-mnist, "
-        "or the Hugging Face hub id of an image data set",
+        "wikitext2, or the Hugging Face hub id of an image data set (of text: for a language "
+        "model)",
     )
     data_dir: str = Field("", description="local folder with the data set's parquet files")
     image_column: str = Field("", description="image column of a data set given by hub id/folder")
@@ -105,7 +113,9 @@ class RunConfig(BaseModel):
     )
     # --- partitions -------------------------------------------------------------------
     partitioner: Literal["iid", "dirichlet", "shard", "natural"] = Field(
-        "dirichlet", description="how the training data is divided among the clients"
+        "dirichlet",
+        description="how the training data is divided among the clients; natural = a client is a "
+        "writer (femnist), or holds whole articles (text)",
     )
     alpha: float = Field(
         0.5, gt=0, description="Dirichlet concentration; smaller = more unlike clients"
@@ -120,7 +130,8 @@ class RunConfig(BaseModel):
         "auto",
         min_length=1,
         description="vit-digits, vit-b-32, vit-s-16, the name of any timm Vision Transformer, "
-        "resnet18-gn or resnet34-gn; auto = the FedFrozen paper's model for the data set",
+        "resnet18-gn, resnet34-gn, tinygpt or tinygpt-mini (text); auto = the paper's model for "
+        "the data set",
     )
     weights: str = Field(
         "auto",
@@ -133,6 +144,9 @@ class RunConfig(BaseModel):
         ge=0,
         description="image side in pixels fed to the model; 0 = the model's own (ResNets: 32, or "
         "64 with tinyimagenet)",
+    )
+    context_length: int = Field(
+        128, ge=2, le=4096, description="tokens that a language model reads at once"
     )
     head: Literal["trainable", "frozen-kaiming", "frozen-orthogonal"] = Field(
         "trainable",
@@ -298,6 +312,11 @@ class RunConfig(BaseModel):
         if self.model != "auto":
             return self.model
         return DEFAULT_MODELS.get(self.dataset, "vit-b-32")
+
+    @property
+    def reads_text(self) -> bool:
+        """Whether the run's model is a language model."""
+        return self.resolved_model in LANGUAGE_MODELS
 
     @property
     def resolved_weights(self) -> str:

@@ -7,10 +7,11 @@ if TYPE_CHECKING:
     from fedfrozen_app.config import RunConfig
 
 ADAPTIVE = ("fedadam", "fedyogi", "fedadagrad")  # server optimisers with a second moment
+LANGUAGE_MODELS = ("tinygpt", "tinygpt-mini")
+TEXT_DATASETS = ("wikitext2", "Salesforce/wikitext")
 # Values that belong to the project's vocabulary but that this version cannot run yet.
 NOT_YET = {
     "strategy": ("latent",),
-    "model": ("tinygpt",),
 }
 # (key, other key, values of the other with which the key acts): elsewhere it would do nothing
 ACTS_WITH = (
@@ -39,6 +40,7 @@ def contradictions(config: "RunConfig") -> Iterable[str]:
     yield from _rule_problems(config)
     yield from _freeze_problems(config)
     yield from _data_problems(config)
+    yield from _text_problems(config)
 
 
 def _unavailable(config: "RunConfig") -> Iterable[str]:
@@ -170,3 +172,30 @@ def _data_problems(config: "RunConfig") -> Iterable[str]:
             "dataset=digits is bundled, so data-dir, image-column and label-column have no "
             "effect; leave them empty or set dataset to a name for that data"
         )
+
+
+def _text_problems(config: "RunConfig") -> Iterable[str]:
+    model = config.resolved_model
+    if not config.reads_text:
+        if config.dataset in TEXT_DATASETS:
+            yield (
+                f"dataset={config.dataset} is text and model={model} reads images; use "
+                f"model={' or '.join(LANGUAGE_MODELS)}"
+            )
+        if _is_set(config, "context-length"):
+            yield (
+                f"context-length={config.context_length} has no effect with model={model}, which "
+                f"reads images; leave it at 128 or use model={' or '.join(LANGUAGE_MODELS)}"
+            )
+        return
+    if config.dataset == "digits":
+        yield f"model={model} reads text and dataset=digits holds images; use dataset=wikitext2"
+    if config.partitioner in ("dirichlet", "shard"):
+        yield (
+            f"partitioner={config.partitioner} divides classes and text has none; use "
+            "partitioner=iid, or natural (whole articles)"
+        )
+    for key in ("image-size", "image-column", "label-column", "augment"):
+        value = getattr(config, key.replace("-", "_"))
+        if _is_set(config, key) and value != "none":
+            yield f"{key}={value} is for images and model={model} reads text; leave it out"

@@ -11,6 +11,7 @@ from flwr.supercore import log
 from fedfrozen_app.config import RunConfig
 from fedfrozen_app.engine.rounds import run_federation
 from fedfrozen_app.runs.store import RoundMetrics
+from fedfrozen_app.runs.summary import quality
 
 app = ServerApp()
 
@@ -32,7 +33,7 @@ def main(grid: Grid, context: Context) -> None:
 
 def log_round(metrics: RoundMetrics) -> None:
     """Log one line for a round."""
-    tested = "" if metrics.test_accuracy is None else f" accuracy {metrics.test_accuracy:.4f}"
+    tested = "" if metrics.test_accuracy is None else f" {quality(metrics)}"
     log(
         INFO,
         "round %d (%s):%s up %d B down %d B, %d clients, %d dropped",

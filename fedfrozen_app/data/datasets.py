@@ -14,7 +14,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -26,8 +26,13 @@ from fedfrozen_app.data import columns as schema
 from fedfrozen_app.data import sources
 from fedfrozen_app.data.cache import cache_root, cached, content_key
 from fedfrozen_app.data.decode import ImageCensus, write_images
+from fedfrozen_app.data.images import ImageExamples, Preprocessor
 from fedfrozen_app.data.sources import Columns, Table, Tables
+from fedfrozen_app.data.text import TextDataset, load_text
 from fedfrozen_app.seeds import derive_seed, numpy_generator
+
+if TYPE_CHECKING:
+    from fedfrozen_app.models.registry import ModelSpec
 
 logger = logging.getLogger(__name__)
 
@@ -89,9 +94,30 @@ class ImageDataset:
     key: str
     writer_names: tuple[str, ...] = ()
 
+    @property
+    def num_outputs(self) -> int:
+        """Return how many classes a model tells apart."""
+        return len(self.class_names)
 
-def load_dataset(config: RunConfig) -> ImageDataset:
-    """Return the run's data set, decoding it first where no run has done so before.
+    def examples(
+        self, split: str, rows: npt.NDArray[np.int64], spec: "ModelSpec", device: torch.device
+    ) -> ImageExamples:
+        """Return some examples of ``train`` (augmented) or ``test``, ready for a model."""
+        part = self.train if split == "train" else self.test
+        augment = self.augment if split == "train" else "none"
+        preprocessor = Preprocessor(
+            spec.image_size, spec.mean, spec.std, spec.channels, augment, device
+        )
+        return ImageExamples(part.images, part.labels, torch.from_numpy(rows), preprocessor)
+
+
+Dataset: TypeAlias = ImageDataset | TextDataset
+
+
+def load_dataset(config: RunConfig) -> Dataset:
+    """Return the run's data set, text for a language model and images for any other.
+
+    It is decoded first where no run has done so before.
 
     Raises
     ------
@@ -99,6 +125,8 @@ def load_dataset(config: RunConfig) -> ImageDataset:
         When the data set is unknown or cannot be reached, files or columns are missing,
         there is no test split, or an image or label cannot be read.
     """
+    if config.reads_text:
+        return load_text(config)
     request, build = _plan(config)
     folder = cache_root(config) / "images" / content_key(version=DECODE_VERSION, **request)
     meta = cached(folder, build)

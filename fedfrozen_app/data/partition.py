@@ -15,8 +15,9 @@ import numpy as np
 from fedfrozen_app.config import ConfigError, RunConfig
 from fedfrozen_app.data import partitioners
 from fedfrozen_app.data.cache import cache_root, cached, content_key
-from fedfrozen_app.data.datasets import ImageDataset
+from fedfrozen_app.data.datasets import Dataset, ImageDataset
 from fedfrozen_app.data.partitioners import Indices
+from fedfrozen_app.data.text import TextDataset, article_titles
 from fedfrozen_app.seeds import numpy_generator
 
 # Part of every key: raise it when the same settings would give another partition.
@@ -38,7 +39,7 @@ class Partition:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
 
-def make_partition(config: RunConfig, dataset: ImageDataset) -> Partition:
+def make_partition(config: RunConfig, dataset: Dataset) -> Partition:
     """Return the run's partition, the same in every process.
 
     Raises
@@ -86,7 +87,7 @@ def _settings(config: RunConfig) -> dict[str, Any]:
     return settings
 
 
-def _draw(config: RunConfig, dataset: ImageDataset) -> Partition:
+def _draw(config: RunConfig, dataset: Dataset) -> Partition:
     train_labels, test_labels = dataset.train.labels.numpy(), dataset.test.labels.numpy()
     kept = _subset(train_labels, config.max_train_examples, config.seed, "max-train-examples")
     test = _subset(test_labels, config.max_test_examples, config.seed, "max-test-examples")
@@ -119,11 +120,14 @@ def _public(labels: Indices, config: RunConfig) -> Indices:
     )
 
 
-def _divide(config: RunConfig, dataset: ImageDataset, pool: Indices) -> list[Indices]:
+def _divide(config: RunConfig, dataset: Dataset, pool: Indices) -> list[Indices]:
     """Return positions in ``pool`` by client."""
     labels = dataset.train.labels.numpy()[pool]
     count, floor, seed = config.num_clients, config.min_partition_size, config.seed
-    if config.partitioner == "natural":
+    if isinstance(dataset, TextDataset) and config.partitioner == "natural":
+        articles = dataset.train.articles.numpy()[pool]
+        return partitioners.divide_articles(articles, count, floor, seed)
+    if isinstance(dataset, ImageDataset) and config.partitioner == "natural":
         if dataset.train.writers is None:
             raise ConfigError(
                 f"partitioner=natural needs to know who wrote each example, and "
@@ -154,12 +158,12 @@ def _divide(config: RunConfig, dataset: ImageDataset, pool: Indices) -> list[Ind
 
 
 # --- report and picture -----------------------------------------------------------------
-def partition_report(partition: Partition, dataset: ImageDataset) -> dict[str, Any]:
+def partition_report(partition: Partition, dataset: Dataset) -> dict[str, Any]:
     """Return what ``partition.json`` holds: settings, sizes, counts and all rows.
 
     ``class_counts`` is [client][class]; ``clients``, ``public`` and ``test`` are rows of the
-    training (or test) split; ``writers`` names each client's writer with
-    ``partitioner=natural``.
+    training (or test) split; with ``partitioner=natural``, ``writers`` names each client's
+    writer, or ``articles`` its articles. The rows of text are blocks, all of one class.
     """
     labels = dataset.train.labels.numpy()
     sizes = [len(rows) for rows in partition.clients]
@@ -185,7 +189,11 @@ def partition_report(partition: Partition, dataset: ImageDataset) -> dict[str, A
         "public": partition.public.tolist(),
         "test": partition.test.tolist(),
     }
-    if partition.settings.get("partitioner") == "natural" and dataset.train.writers is not None:
+    if partition.settings.get("partitioner") != "natural":
+        return report
+    if isinstance(dataset, TextDataset):
+        report["articles"] = article_titles(dataset, partition.clients)
+    elif dataset.train.writers is not None:
         writers = dataset.train.writers.numpy()
         report["writers"] = [dataset.writer_names[writers[rows[0]]] for rows in partition.clients]
     return report

@@ -187,6 +187,39 @@ def _deal(
     return holders
 
 
+def divide_articles(articles: Indices, num_clients: int, min_size: int, seed: int) -> list[Indices]:
+    """Deal out whole articles; ``num_clients`` is an upper bound.
+
+    ``articles`` is the article of each block. In random order each goes to the client with the
+    fewest blocks so far, so that all are used and clients hold about equally many blocks. With
+    as many clients as articles each client has one. Clients with fewer blocks than ``min_size``
+    are an error.
+
+    Raises
+    ------
+    ConfigError
+        When there is one article only, or a client would hold too few blocks.
+    """
+    by_article = [positions for positions in _by_value(articles) if len(positions)]
+    if len(by_article) < 2:
+        raise ConfigError(
+            "partitioner=natural divides text by its articles and found no headings "
+            "(' = Title = ' between blank lines); use partitioner=iid"
+        )
+    parts: list[list[Indices]] = [[] for _ in range(min(num_clients, len(by_article)))]
+    held = np.zeros(len(parts), dtype=np.int64)
+    for article in numpy_generator(seed, "partition-articles").permutation(len(by_article)):
+        client = int(held.argmin())
+        parts[client].append(by_article[article])
+        held[client] += len(by_article[article])
+    if held.min() < min_size:
+        raise ConfigError(
+            f"the smallest client of partitioner=natural would hold {held.min()} blocks, below "
+            f"min-partition-size={min_size}; use fewer clients or lower min-partition-size"
+        )
+    return [_sorted(np.concatenate(pieces)) for pieces in parts]
+
+
 def divide_natural(writers: Indices, num_clients: int, min_size: int, seed: int) -> list[Indices]:
     """Give each client one writer; ``num_clients`` is an upper bound.
 

@@ -1,4 +1,4 @@
-"""Where encoded images and labels come from: a local parquet folder or the hub.
+"""Where encoded images, labels and text come from: a local parquet folder or the hub.
 
 Both give :class:`Table` objects, one for each split, over the Hugging Face image schema:
 a column of ``struct{bytes, path}`` (or plain bytes) and a column of labels.
@@ -209,8 +209,10 @@ def _parquet_table(split: str, paths: Sequence[Path]) -> Table:
 
 
 # --- the Hugging Face hub -----------------------------------------------------------------
-def open_hub(hub_id: str) -> Tables:
+def open_hub(hub_id: str, configuration: str = "") -> Tables:
     """Return the tables of a hub data set, downloading it where it is not on disk yet.
+
+    ``configuration`` is for a data set with several of them; empty = the only one.
 
     Raises
     ------
@@ -220,7 +222,7 @@ def open_hub(hub_id: str) -> Tables:
     import datasets
 
     try:
-        loaded = datasets.load_dataset(hub_id)
+        loaded = datasets.load_dataset(hub_id, *filter(None, [configuration]))
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise ConfigError(
             f"data set {hub_id!r} could not be loaded from the Hugging Face hub: {error}; check "

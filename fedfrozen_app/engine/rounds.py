@@ -1,5 +1,7 @@
 """The rounds of a run, the same in every engine: send, aggregate, test, record."""
 
+import math
+import sys
 import time
 from collections.abc import Callable
 
@@ -43,6 +45,13 @@ def build_strategy(config: RunConfig, worker: Worker) -> FedFrozen:
         always=never_trained(config.head, worker.entries),
     )
     return FedFrozen(rule, schedule=schedule, value_l2=config.value_l2)
+
+
+def perplexity(loss: float | None) -> float | None:
+    """Return exp(loss) of a loss per token in nats, None for none and infinity beyond floats."""
+    if loss is None:
+        return None
+    return math.exp(loss) if loss < math.log(sys.float_info.max) else math.inf
 
 
 class Federation:
@@ -103,6 +112,7 @@ class Federation:
             seconds_train=round(report.total("train_seconds"), 4),
             seconds_total=round(time.perf_counter() - started, 4),
             dropped=report.dropped,
+            test_perplexity=perplexity(loss) if self.config.reads_text else None,
         )
         self.folder.append(metrics)
         on_round(metrics)

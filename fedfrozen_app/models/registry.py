@@ -18,8 +18,10 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
 from fedfrozen_app.config import DIGITS_MODEL, ConfigError, RunConfig
+from fedfrozen_app.config_rules import LANGUAGE_MODELS
 from fedfrozen_app.models.head import draw_head_
 from fedfrozen_app.models.resnet import BUILDERS, IMAGE_SIZE, check_image_size, create_resnet
+from fedfrozen_app.models.tinygpt import SIZES, TinyGPT
 from fedfrozen_app.seeds import derive_seed
 
 # The paper's two models (arXiv:2605.06446), with the weights that were pretrained on
@@ -29,7 +31,7 @@ ALIASES = {
     "vit-s-16": "vit_small_patch16_224.augreg_in21k_ft_in1k",
 }
 RESNETS = tuple(BUILDERS)
-OWN_MODELS = (DIGITS_MODEL, *RESNETS)  # by names of our own, without weights on the hub
+OWN_MODELS = (DIGITS_MODEL, *RESNETS, *SIZES)  # by names of our own, without weights on the hub
 # Sides of data sets whose pictures a model without a size of its own takes as they are.
 NATIVE_SIZES = {"tinyimagenet": 64}
 # vit-digits in full: VisionTransformer(**VIT_DIGITS, num_classes=10) is the same model.
@@ -52,10 +54,10 @@ VIT_MODULES = ("vision_transformer", "deit")
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """What a model eats.
+    """What a model eats: images, or tokens where ``context_length`` is not 0.
 
     ``image_size`` is the side in pixels; ``mean`` and ``std`` (one per channel) normalise
-    pixels in [0, 1].
+    pixels in [0, 1]. ``context_length`` is the number of tokens in a block.
     """
 
     name: str
@@ -63,6 +65,7 @@ class ModelSpec:
     channels: int
     mean: tuple[float, ...]
     std: tuple[float, ...]
+    context_length: int = 0
 
 
 def model_spec(config: RunConfig) -> ModelSpec:
@@ -76,6 +79,8 @@ def model_spec(config: RunConfig) -> ModelSpec:
         For a name that no model here has; it names the nearest ones.
     """
     name = _resolve_name(config.resolved_model)
+    if name in LANGUAGE_MODELS:
+        return ModelSpec(name, 0, 0, (), (), config.context_length)
     if name == DIGITS_MODEL:
         size, channels = VIT_DIGITS["img_size"], VIT_DIGITS["in_chans"]
         mean = std = (0.5,) * channels
@@ -90,7 +95,7 @@ def model_spec(config: RunConfig) -> ModelSpec:
 
 
 def create_model(config: RunConfig, num_outputs: int, *, init: bool = True) -> nn.Module:
-    """Build the model on the CPU with a head of ``num_outputs`` outputs, the classes.
+    """Build the model on the CPU with a head of ``num_outputs`` outputs: classes, or tokens.
 
     Values depend on ``config.seed`` alone and the global generator is left as it was. A ViT is
     built without storage and filled once, which is three times as fast as
@@ -110,6 +115,9 @@ def create_model(config: RunConfig, num_outputs: int, *, init: bool = True) -> n
     if spec.name in RESNETS:
         check_image_size(spec.name, spec.image_size)
         model = _seeded(lambda: create_resnet(spec.name, num_outputs), config.seed, init)
+    elif spec.name in SIZES:
+        size, length = SIZES[spec.name], spec.context_length
+        model = _seeded(lambda: TinyGPT(size, num_outputs, length), config.seed, init)
     else:
         model = _create_vit(config, spec, num_outputs, init)
     if init:

@@ -14,6 +14,7 @@ from timm.models.vision_transformer import checkpoint_filter_fn
 from torch import Tensor, nn
 
 from fedfrozen_app.config import DIGITS_MODEL, NAMED_WEIGHTS, ConfigError, RunConfig
+from fedfrozen_app.config_rules import LANGUAGE_MODELS
 from fedfrozen_app.models.head import METADATA_KEY, TRAINABLE, draw_head_
 from fedfrozen_app.models.registry import OWN_MODELS, model_spec, pretrained_cfg
 from fedfrozen_app.tensor_file import read_metadata
@@ -23,6 +24,7 @@ logger = logging.getLogger(__name__)
 HUB_FILENAME = "model.safetensors"
 SHOWN_KEYS = 3
 # First components of a classifier's names; a file's own is left out where its shape differs.
+# A language model's head is its token embedding, too, and belongs to one vocabulary.
 CLASSIFIERS = ("head", "head_dist", "fc")
 
 
@@ -153,7 +155,8 @@ def _load_fitting(
 ) -> None:
     """Load everything but a head of another shape; anything else amiss is an error."""
     own = model.state_dict()
-    head = {key for key in own if key.split(".")[0] in CLASSIFIERS}
+    classifiers = () if name in LANGUAGE_MODELS else CLASSIFIERS
+    head = {key for key in own if key.split(".")[0] in classifiers}
     fits = {key for key in head if key in state_dict and state_dict[key].shape == own[key].shape}
     if fits != head:
         # One matching half of a head, say the bias, is no classifier: leave out all of it.

@@ -36,7 +36,8 @@ class RoundMetrics:
     form, both summed over the round's clients. ``seconds_train`` sums the clients' local
     training, so it exceeds the clock where clients train at once; ``seconds_total`` is the
     round on the clock, central test included.
-    ``dropped`` counts sampled clients whose reply did not enter the model.
+    ``dropped`` counts sampled clients whose reply did not enter the model. Of text, loss and
+    accuracy are per token and ``test_perplexity`` = exp(``test_loss``); of images it is None.
     """
 
     round: int
@@ -54,6 +55,7 @@ class RoundMetrics:
     seconds_train: float
     seconds_total: float
     dropped: int
+    test_perplexity: float | None = None
 
 
 @contextmanager

@@ -32,7 +32,9 @@ def closing_table(metrics: Sequence[RoundMetrics], title: str) -> Table:
         title=title, caption=caption, box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0)
     )
     table.add_column("phase", no_wrap=True)
-    columns = ("rounds", "accuracy", "loss", "up each", "down each", "all up", "all down", "s")
+    text = any(line.test_perplexity is not None for line in metrics)
+    measure = "ppl" if text else "accuracy"
+    columns = ("rounds", measure, "loss", "up each", "down each", "all up", "all down", "s")
     for column in columns:
         table.add_column(column, justify="right", no_wrap=True)
     for phase, group in groupby(metrics, key=lambda line: line.phase):
@@ -50,18 +52,30 @@ def closing_table(metrics: Sequence[RoundMetrics], title: str) -> Table:
     return table
 
 
+def quality(line: RoundMetrics) -> str:
+    """Return what a round's test says, for example ``accuracy 0.8750`` or ``perplexity 91.07``."""
+    name = "accuracy" if line.test_perplexity is None else "perplexity"
+    return f"{name} {_measure(line)}"
+
+
 def _row(lines: list[RoundMetrics], client: list[str]) -> list[str]:
     first, last = lines[0].round, lines[-1].round
     tested = [line for line in lines if line.test_accuracy is not None][-1:]
     return [
         str(first) if first == last else f"{first}-{last}",
-        _number(tested[0].test_accuracy if tested else None),
+        _measure(tested[0]) if tested else "-",
         _number(tested[0].test_loss if tested else None),
         *client,
         format_bytes(sum(line.bytes_up for line in lines)),
         format_bytes(sum(line.bytes_down for line in lines)),
         _seconds(sum(line.seconds_total for line in lines)),
     ]
+
+
+def _measure(line: RoundMetrics) -> str:
+    """Return the perplexity of a language model, the accuracy of any other."""
+    value = line.test_perplexity
+    return _number(line.test_accuracy) if value is None else f"{value:.2f}"
 
 
 def _seconds(value: float) -> str:

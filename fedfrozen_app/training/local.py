@@ -34,7 +34,11 @@ class Examples(Protocol):
         ...
 
     def batch(self, positions: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
-        """Return inputs and labels [B] on the device; ``generator`` None = no augmentation."""
+        """Return inputs and targets on the device; ``generator`` None = no augmentation.
+
+        An image has one target, its class: [B]. A block of text has as many as the model has
+        outputs for it, the next tokens: [B, T].
+        """
         ...
 
 
@@ -90,9 +94,10 @@ def local_work(config: RunConfig, server_round: int, partition_id: int) -> Local
 class LocalResult:
     """What local training did.
 
-    ``num_examples`` counts distinct examples held, FedAvg's weight n_i; ``steps`` the optimiser
-    steps really taken, tau_i; ``train_loss`` is the mean cross-entropy over the examples seen,
-    without the hooks' terms; ``seconds`` is wall time.
+    ``num_examples`` counts distinct examples held (images, or blocks of text), FedAvg's weight
+    n_i; ``steps`` the optimiser steps really taken, tau_i; ``train_loss`` is the mean
+    cross-entropy over the examples seen, of text per token, without the hooks' terms;
+    ``seconds`` is wall time.
     """
 
     num_examples: int
@@ -157,7 +162,7 @@ def train(
     with _layer_randomness(device, derive_seed(seed, "layers", *where)):
         for positions in _batches(len(examples), settings, shuffles, _has_batchnorm(model)):
             x, y = examples.batch(positions, augmentation)
-            loss = F.cross_entropy(_logits(model, x, settings.precision), y)
+            loss = cross_entropy(_logits(model, x, settings.precision), y)
             # No .item() here: on a GPU it would wait for every step.
             loss_sum += loss.detach() * len(y)
             for hook in hooks:
@@ -182,6 +187,8 @@ def evaluate(
 ) -> tuple[float, float]:
     """Return mean cross-entropy and accuracy in [0, 1]; the model is left in eval mode.
 
+    Both are per target: per image, and for text per token.
+
     Raises
     ------
     ValueError
@@ -193,16 +200,26 @@ def evaluate(
     device = next(model.parameters()).device
     loss_sum = torch.zeros((), dtype=torch.float64, device=device)
     correct = torch.zeros((), dtype=torch.int64, device=device)
+    targets = 0
     for positions in torch.split(torch.arange(len(examples)), batch_size):
         x, y = examples.batch(positions, None)
         logits = _logits(model, x, precision)
-        loss_sum += F.cross_entropy(logits, y, reduction="sum")
-        correct += (logits.argmax(dim=1) == y).sum()
-    return float(loss_sum) / len(examples), float(correct) / len(examples)
+        loss_sum += cross_entropy(logits, y, reduction="sum")
+        correct += (logits.argmax(dim=-1) == y).sum()
+        targets += y.numel()
+    return float(loss_sum) / targets, float(correct) / targets
+
+
+def cross_entropy(logits: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
+    """Return the cross-entropy over every target: logits [B, C] with [B], or [B, T, C] with [B, T].
+
+    All examples have equally many targets, so the mean over targets is that over examples.
+    """
+    return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction=reduction)
 
 
 def _logits(model: nn.Module, x: Tensor, precision: Precision) -> Tensor:
-    """Return logits [B, classes] in fp32, whatever the forward pass computes in."""
+    """Return logits [..., classes] in fp32, whatever the forward pass computes in."""
     with torch.autocast(x.device.type, torch.bfloat16, enabled=precision == "bf16"):
         logits: Tensor = model(x)
     return logits.float()

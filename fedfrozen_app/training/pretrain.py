@@ -18,8 +18,7 @@ import torch
 
 from fedfrozen_app.config import ConfigError, RunConfig
 from fedfrozen_app.data.cache import cache_root, cached, content_key
-from fedfrozen_app.data.datasets import ImageDataset
-from fedfrozen_app.data.images import ImageExamples, Preprocessor
+from fedfrozen_app.data.datasets import Dataset
 from fedfrozen_app.data.partition import Partition
 from fedfrozen_app.models.freeze import freeze_, unfreeze_
 from fedfrozen_app.models.head import METADATA_KEY, central_selection
@@ -39,7 +38,7 @@ BASE_ROUND, PUBLIC_PARTITION = 0, -1
 FILENAME = "model.safetensors"
 
 
-def base_weights(config: RunConfig, dataset: ImageDataset, partition: Partition) -> Path:
+def base_weights(config: RunConfig, dataset: Dataset, partition: Partition) -> Path:
     """Return a safetensors file of base weights, trained now unless the cache has them.
 
     The file holds the whole model, head included, for ``load_weights``. It is kept under
@@ -70,9 +69,7 @@ def base_weights(config: RunConfig, dataset: ImageDataset, partition: Partition)
     return folder / FILENAME
 
 
-def _key(
-    config: RunConfig, dataset: ImageDataset, partition: Partition, device: torch.device
-) -> str:
+def _key(config: RunConfig, dataset: Dataset, partition: Partition, device: torch.device) -> str:
     """Name everything that the weights' bits depend on, down to the order of summation."""
     return content_key(
         version=RECIPE_VERSION,
@@ -81,7 +78,7 @@ def _key(
         augment=dataset.augment,
         public=hashlib.sha256(partition.public.astype("<i8").tobytes()).hexdigest(),
         model=asdict(model_spec(config)),
-        num_classes=len(dataset.class_names),
+        num_classes=dataset.num_outputs,
         seed=config.seed,
         head=config.head,
         device=f"{torch.get_num_threads()} threads" if device.type == "cpu" else device.type,
@@ -90,16 +87,10 @@ def _key(
 
 
 def _train_base(
-    config: RunConfig, dataset: ImageDataset, partition: Partition, device: torch.device, path: Path
+    config: RunConfig, dataset: Dataset, partition: Partition, device: torch.device, path: Path
 ) -> dict[str, Any]:
-    spec = model_spec(config)
-    preprocessor = Preprocessor(
-        spec.image_size, spec.mean, spec.std, spec.channels, dataset.augment, device
-    )
-    public = ImageExamples(
-        dataset.train.images, dataset.train.labels, torch.from_numpy(partition.public), preprocessor
-    )
-    model = create_model(config, len(dataset.class_names)).to(device)
+    public = dataset.examples("train", partition.public, model_spec(config), device)
+    model = create_model(config, dataset.num_outputs).to(device)
     freeze_(model, central_selection(config, model))
     result = train(
         model,

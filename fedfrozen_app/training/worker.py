@@ -9,14 +9,15 @@ import torch
 from fedfrozen_app.config import RunConfig
 from fedfrozen_app.data.cache import cache_root
 from fedfrozen_app.data.datasets import load_dataset
-from fedfrozen_app.data.images import ImageExamples, Preprocessor
 from fedfrozen_app.data.partition import make_partition
+from fedfrozen_app.data.partitioners import Indices
 from fedfrozen_app.models.freeze import freeze_, unfreeze_
 from fedfrozen_app.models.registry import create_model, model_spec
 from fedfrozen_app.models.selection import Selection
 from fedfrozen_app.models.weights import load_weights
 from fedfrozen_app.training.hooks import Hook
 from fedfrozen_app.training.local import (
+    Examples,
     LocalResult,
     evaluate,
     local_work,
@@ -28,6 +29,7 @@ from fedfrozen_app.transport.frozen_cache import FrozenCache
 from fedfrozen_app.transport.payload import Payload
 
 TEST_BATCH_SIZE = 256
+TEXT_TEST_BATCH_SIZE = 32  # a block has a logit for every token at every position
 NODE_KEYS = ("data-dir", "cache-dir", "device", "threads")  # what a node may set for itself
 
 
@@ -46,29 +48,16 @@ class Worker:
         self.dataset = load_dataset(config)
         self.partition = make_partition(config, self.dataset)
         # every use loads a whole state first, so the weights need no initialisation
-        self.model = create_model(config, len(self.dataset.class_names), init=False).to(self.device)
+        self.model = create_model(config, self.dataset.num_outputs, init=False).to(self.device)
         self.cache = FrozenCache(cache_root(config) / "frozen")
         self.digest = ""
-        self._preprocess = self._preprocessor(self.dataset.augment)
-        self._test_examples = ImageExamples(
-            self.dataset.test.images,
-            self.dataset.test.labels,
-            torch.from_numpy(self.partition.test),
-            self._preprocessor("none"),
-        )
+        self._test_examples = self._examples("test", self.partition.test)
         self._state = self.model.state_dict()
         self._selections: dict[str, Selection] = {}
         self.selection = self._selection_of("all")
 
-    def _preprocessor(self, augment: str) -> Preprocessor:
-        return Preprocessor(
-            image_size=self.spec.image_size,
-            mean=self.spec.mean,
-            std=self.spec.std,
-            channels=self.spec.channels,
-            augment=augment,
-            device=self.device,
-        )
+    def _examples(self, split: str, rows: Indices) -> Examples:
+        return self.dataset.examples(split, rows, self.spec, self.device)
 
     @property
     def num_clients(self) -> int:
@@ -84,7 +73,7 @@ class Worker:
         source = self.config.resolved_weights
         if source == "base":
             source = str(base_weights(self.config, self.dataset, self.partition))
-        model = create_model(self.config, len(self.dataset.class_names))
+        model = create_model(self.config, self.dataset.num_outputs)
         load_weights(model, source, self.config)
         return {name: tensor.detach() for name, tensor in model.state_dict().items()}
 
@@ -159,11 +148,9 @@ class Worker:
                 f"partition-id {partition_id} is not one of the {len(self.partition.clients)} "
                 "partitions; num-clients and the nodes' partition ids must agree"
             )
-        split = self.dataset.train
-        indices = torch.from_numpy(self.partition.clients[partition_id])
         return train(
             self.model,
-            ImageExamples(split.images, split.labels, indices, self._preprocess),
+            self._examples("train", self.partition.clients[partition_id]),
             local_work(self.config, server_round, partition_id),
             seed=self.config.seed,
             server_round=server_round,
@@ -172,11 +159,14 @@ class Worker:
         )
 
     def test(self) -> tuple[float, float]:
-        """Return mean loss and accuracy of the loaded model on the global test set."""
+        """Return mean loss and accuracy of the loaded model on the global test set.
+
+        For text both are per token: exp(loss) is the perplexity.
+        """
         return evaluate(
             self.model,
             self._test_examples,
-            batch_size=TEST_BATCH_SIZE,
+            batch_size=TEXT_TEST_BATCH_SIZE if self.config.reads_text else TEST_BATCH_SIZE,
             precision=self.config.precision,
         )
 

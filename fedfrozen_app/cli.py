@@ -4,7 +4,7 @@ import json
 import logging
 import signal
 import textwrap
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -44,18 +44,21 @@ def fail(message: str, code: int) -> NoReturn:
 
 
 def load_config(
-    words: list[str] | None, overrides: list[str] | None, **options: ConfigValue | None
+    words: list[str] | None,
+    overrides: list[str] | None,
+    build: Callable[..., RunConfig] = RunConfig.from_mapping,
+    **options: ConfigValue | None,
 ) -> RunConfig:
     """Build the config of a command line; later sources win.
 
-    Order: defaults, the experiment file, ``key=value`` words, ``-c``, options.
+    Order: defaults of ``build``, the experiment file, ``key=value`` words, ``-c``, options.
     """
     files = [word for word in words or [] if "=" not in word]
     if len(files) > 1:
         raise ConfigError(f"one experiment file at most, got {files}")
     pairs = [word for word in words or [] if "=" in word]
     given = {key: value for key, value in options.items() if value is not None}
-    config = RunConfig.from_mapping(
+    config = build(
         read_experiment(Path(files[0])) if files else {},
         parse_overrides([*pairs, *(overrides or [])]),
         given,
@@ -152,6 +155,43 @@ def show_result(path: Path) -> None:
 
     console.print(closing_table(RunFolder(path).metrics(), path.name))
     console.print(f"run folder: {path}", soft_wrap=True, highlight=False)
+
+
+@app.command("pretrain")
+def pretrain_base(
+    out: Annotated[Path, typer.Option(help="safetensors file to write, for weights=FILE")],
+    words: Words = None,
+    overrides: Overrides = None,
+    epochs: Annotated[int, typer.Option(min=1, help="passes over the training data")] = 100,
+    warmup_epochs: Annotated[int, typer.Option(min=0, help="epochs until lr is reached")] = 3,
+    resume: Annotated[bool, typer.Option(help="go on from the checkpoint beside out")] = False,
+) -> None:
+    """Train the run's model centrally, by the FLITE paper's recipe, as the base of federations."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    show_own_log()
+    try:
+        from fedfrozen_app.training.central import Epoch, pretrain, pretraining_config
+
+        def on_epoch(line: Epoch) -> None:
+            typer.echo(f"epoch {line.epoch}/{epochs}  {line.describe()}")
+
+        config = load_config(words, overrides, pretraining_config)
+        pretrain(
+            config,
+            out.expanduser().absolute(),
+            epochs=epochs,
+            warmup_epochs=warmup_epochs,
+            resume=resume,
+            on_start=typer.echo,
+            on_epoch=on_epoch,
+        )
+    except ConfigError as error:
+        fail(str(error), 2)
+    except (ValueError, RuntimeError, OSError) as error:
+        fail(f"{type(error).__name__}: {error}", 1)
+    except KeyboardInterrupt:
+        fail("interrupted; --resume goes on after the last finished epoch", 130)
+    typer.echo(f"weights: {out}")
 
 
 @app.command("config")

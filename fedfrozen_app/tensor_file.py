@@ -1,6 +1,7 @@
 """Safetensors files: written with the errors of ordinary files, and what they say of themselves."""
 
 import errno
+import json
 import os
 import re
 from collections.abc import Mapping
@@ -31,6 +32,23 @@ def write_tensors(
         code = re.search(r"os error (\d+)", str(error))
         number = int(code[1]) if code else errno.EIO
         raise OSError(number, os.strerror(number), str(path)) from None
+    if metadata:
+        _sort_metadata(path)
+
+
+def _sort_metadata(path: Path) -> None:
+    """Put the header's metadata in order: the library leaves that to chance.
+
+    Equal tensors and metadata then give equal files.
+    """
+    with path.open("r+b") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        if len(text) <= size:  # else it was escaped in another way: leave it
+            file.seek(8)
+            file.write(text.ljust(size))
 
 
 def read_metadata(path: Path) -> dict[str, str]:

@@ -6,7 +6,7 @@ import safetensors.torch
 import torch
 from safetensors import SafetensorError, safe_open
 
-from fedfrozen_app.tensor_file import write_tensors
+from fedfrozen_app.tensor_file import read_metadata, write_tensors
 
 
 def test_views_are_stored_as_they_look(tmp_path: Path) -> None:
@@ -42,3 +42,19 @@ def test_a_folder_that_does_not_exist_is_an_ordinary_error(tmp_path: Path) -> No
     with pytest.raises(OSError) as caught:
         write_tensors(tmp_path / "none" / "a", {"w": torch.zeros(3)})
     assert caught.value.errno == errno.ENOENT
+
+
+def test_equal_tensors_and_metadata_give_equal_files(tmp_path: Path) -> None:
+    tensors = {"b": torch.arange(7.0), "a": torch.zeros(3, 2, dtype=torch.int64)}
+    metadata = {f"key-{i}": "ein schöner Wert" for i in range(11)}
+    files = []
+    for number in range(5):
+        path = tmp_path / f"{number}.safetensors"
+        write_tensors(path, tensors, metadata)
+        files.append(path.read_bytes())
+    assert len(set(files)) == 1
+    assert read_metadata(tmp_path / "0.safetensors") == {**metadata, "format": "pt"}
+    loaded = safetensors.torch.load_file(tmp_path / "0.safetensors")
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items())
+    (tmp_path / "no.safetensors").write_bytes(b"none")
+    assert read_metadata(tmp_path / "no.safetensors") == {}

@@ -88,13 +88,30 @@ def _settings(config: RunConfig) -> dict[str, Any]:
 
 
 def _draw(config: RunConfig, dataset: Dataset) -> Partition:
-    train_labels, test_labels = dataset.train.labels.numpy(), dataset.test.labels.numpy()
-    kept = _subset(train_labels, config.max_train_examples, config.seed, "max-train-examples")
-    test = _subset(test_labels, config.max_test_examples, config.seed, "max-test-examples")
-    public = kept[_public(train_labels[kept], config)]
+    kept, public, test = _shared_rows(config, dataset)
     pool = np.setdiff1d(kept, public, assume_unique=True)
     clients = _divide(config, dataset, pool)
     return Partition(tuple(pool[positions] for positions in clients), public, test)
+
+
+def _shared_rows(config: RunConfig, dataset: Dataset) -> tuple[Indices, Indices, Indices]:
+    """Return the training rows in use, the public ones among them, and the test rows."""
+    train_labels, test_labels = dataset.train.labels.numpy(), dataset.test.labels.numpy()
+    kept = _subset(train_labels, config.max_train_examples, config.seed, "max-train-examples")
+    test = _subset(test_labels, config.max_test_examples, config.seed, "max-test-examples")
+    return kept, kept[_public(train_labels[kept], config)], test
+
+
+def central_rows(config: RunConfig, dataset: Dataset) -> tuple[Indices, Indices]:
+    """Return the rows of central training (the public share, or all without one) and of the test.
+
+    Raises
+    ------
+    ConfigError
+        When the public share cannot be as large as asked.
+    """
+    kept, public, test = _shared_rows(config, dataset)
+    return (public if len(public) else kept), test
 
 
 def _subset(labels: Indices, size: int, seed: int, key: str) -> Indices:

@@ -1,7 +1,5 @@
 """The rounds of a run, the same in every engine: send, aggregate, test, record."""
 
-import math
-import sys
 import time
 from collections.abc import Callable
 
@@ -18,6 +16,7 @@ from fedfrozen_app.runs.store import RoundMetrics, RunFolder, check_free
 from fedfrozen_app.strategies import FedFrozen, FreezeSchedule
 from fedfrozen_app.strategies.base import ServerRule
 from fedfrozen_app.strategies.rules import build_rule
+from fedfrozen_app.training.local import perplexity
 from fedfrozen_app.training.worker import Worker, resident
 from fedfrozen_app.transport.arrays import to_record, to_tensors
 from fedfrozen_app.transport.client_state import forget
@@ -45,13 +44,6 @@ def build_strategy(config: RunConfig, worker: Worker) -> FedFrozen:
         always=never_trained(config.head, worker.entries),
     )
     return FedFrozen(rule, schedule=schedule, value_l2=config.value_l2)
-
-
-def perplexity(loss: float | None) -> float | None:
-    """Return exp(loss) of a loss per token in nats, None for none and infinity beyond floats."""
-    if loss is None:
-        return None
-    return math.exp(loss) if loss < math.log(sys.float_info.max) else math.inf
 
 
 class Federation:
@@ -96,6 +88,7 @@ class Federation:
         """Test the model, if it is due, and write the round's line."""
         loss, accuracy = self._test(server_round, arrays)
         report, traffic = self.strategy.report, self.grid.take()
+        text = self.config.reads_text
         metrics = RoundMetrics(
             round=server_round,
             phase=self._phase(server_round),
@@ -112,7 +105,7 @@ class Federation:
             seconds_train=round(report.total("train_seconds"), 4),
             seconds_total=round(time.perf_counter() - started, 4),
             dropped=report.dropped,
-            test_perplexity=perplexity(loss) if self.config.reads_text else None,
+            test_perplexity=None if loss is None or not text else perplexity(loss),
         )
         self.folder.append(metrics)
         on_round(metrics)

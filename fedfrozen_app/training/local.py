@@ -7,8 +7,10 @@ generators are left as they were.
 """
 
 import itertools
+import math
+import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol, Self
@@ -24,6 +26,9 @@ from fedfrozen_app.seeds import derive_seed, numpy_generator, torch_generator
 from fedfrozen_app.training.hooks import Hook
 
 Precision = Literal["fp32", "bf16"]
+
+EVALUATION_BATCH_SIZE = 256
+TEXT_EVALUATION_BATCH_SIZE = 32  # a block has a logit for every token at every position
 
 
 class Examples(Protocol):
@@ -138,12 +143,18 @@ def train(
     server_round: int,
     partition_id: int,
     hooks: Sequence[Hook] = (),
+    optimizer: torch.optim.Optimizer | None = None,
+    learning_rate: Callable[[int], float] | None = None,
 ) -> LocalResult:
     """Train the trainable parameters of ``model`` in place, with a fresh optimiser.
 
     Runs ``settings.epochs`` passes over the examples, or exactly ``settings.steps`` optimiser
     steps over as many reshuffled passes as it takes. A client without examples leaves the model
     as it is and its hooks uncalled.
+
+    Central training gives its own ``optimizer``, which goes on from call to call, and a
+    ``learning_rate`` by step of the call (0, 1, ...). Clients give neither: SCAFFOLD and FedNova
+    reckon with a fresh optimiser and one rate.
     """
     started = time.perf_counter()
     if len(examples) == 0:
@@ -151,7 +162,7 @@ def train(
     where = (server_round, partition_id)
     params = trainable_parameters(model)
     device = next(model.parameters()).device
-    optimizer = _optimizer(params.values(), settings)
+    optimizer = optimizer or make_optimizer(params.values(), settings)
     train_mode_(model)
     for hook in hooks:
         hook.begin(params)
@@ -161,6 +172,9 @@ def train(
     seen = steps = 0
     with _layer_randomness(device, derive_seed(seed, "layers", *where)):
         for positions in _batches(len(examples), settings, shuffles, _has_batchnorm(model)):
+            if learning_rate is not None:
+                for group in optimizer.param_groups:
+                    group["lr"] = learning_rate(steps)
             x, y = examples.batch(positions, augmentation)
             loss = cross_entropy(_logits(model, x, settings.precision), y)
             # No .item() here: on a GPU it would wait for every step.
@@ -225,7 +239,20 @@ def _logits(model: nn.Module, x: Tensor, precision: Precision) -> Tensor:
     return logits.float()
 
 
-def _optimizer(params: Iterable[nn.Parameter], settings: LocalTraining) -> torch.optim.Optimizer:
+def perplexity(loss: float) -> float:
+    """Return exp(loss) of a loss per token in nats; infinity beyond the range of floats."""
+    return math.exp(loss) if loss < math.log(sys.float_info.max) else math.inf
+
+
+def evaluation_batch_size(config: RunConfig) -> int:
+    """Return how many examples are tested at once."""
+    return TEXT_EVALUATION_BATCH_SIZE if config.reads_text else EVALUATION_BATCH_SIZE
+
+
+def make_optimizer(
+    params: Iterable[nn.Parameter], settings: LocalTraining
+) -> torch.optim.Optimizer:
+    """Return the optimiser of the settings over parameters."""
     lr, weight_decay = settings.lr, settings.weight_decay
     if settings.optimizer == "adamw":
         return torch.optim.AdamW(params, lr=lr, weight_decay=weight_decay, foreach=True)

@@ -20,6 +20,7 @@ from fedfrozen_app.training.local import (
     Examples,
     LocalResult,
     evaluate,
+    evaluation_batch_size,
     local_work,
     resolve_device,
     train,
@@ -28,8 +29,6 @@ from fedfrozen_app.training.pretrain import base_weights
 from fedfrozen_app.transport.frozen_cache import FrozenCache
 from fedfrozen_app.transport.payload import Payload
 
-TEST_BATCH_SIZE = 256
-TEXT_TEST_BATCH_SIZE = 32  # a block has a logit for every token at every position
 NODE_KEYS = ("data-dir", "cache-dir", "device", "threads")  # what a node may set for itself
 
 
@@ -166,7 +165,7 @@ class Worker:
         return evaluate(
             self.model,
             self._test_examples,
-            batch_size=TEXT_TEST_BATCH_SIZE if self.config.reads_text else TEST_BATCH_SIZE,
+            batch_size=evaluation_batch_size(self.config),
             precision=self.config.precision,
         )
 

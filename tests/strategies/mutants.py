@@ -255,6 +255,13 @@ FEDAVGM: list[Fault] = [
         "test_restore.py",
     ),
     (
+        "the restored velocity belongs to whole entries",
+        BASE,
+        '"selection": self._selected, "moments"',
+        '"selection": "all", "moments"',
+        "test_restore.py",
+    ),
+    (
         "running statistics in the optimiser",
         BUFFERS,
         "tensor.ndim > 0 and not is_statistic",

@@ -18,6 +18,7 @@ from fedfrozen_app.strategies import (
     FedNova,
     FedProx,
     FedYogi,
+    FreezeSchedule,
     Scaffold,
     ServerRule,
 )
@@ -40,8 +41,9 @@ HAVE_MOMENTS = ("scaffold", "fedavgm", "fedadam", "fedadam-corrected", "fedyogi"
 
 
 def frozen(rule: ServerRule[Any, Any]) -> FedFrozen:
-    """Freeze from round 3: part of a weight and a whole bias."""
-    return FedFrozen(rule, warmup_rounds=2, frozen="0.weight[0:4], 2.bias")
+    """Freeze part of a weight and a whole bias in rounds 3 and 4."""
+    stages = ((1, "all"), (3, "0.weight[0:4], 2.bias"), (5, "all"))
+    return FedFrozen(rule, schedule=FreezeSchedule(stages))
 
 
 def through_a_file(state: dict[str, Any]) -> dict[str, Any]:
@@ -54,7 +56,9 @@ def through_a_file(state: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("wrap", "at"), [(None, 2), (frozen, 2), (frozen, 3)], ids=["plain", "freeze-next", "frozen"]
+    ("wrap", "at"),
+    [(None, 2), (frozen, 2), (frozen, 3), (frozen, 4)],
+    ids=["plain", "freeze-next", "frozen", "thaw-next"],
 )
 @pytest.mark.parametrize("name", RULES)
 def test_a_new_object_with_the_restored_state_goes_on_bit_for_bit(
@@ -77,10 +81,12 @@ def test_a_new_object_with_the_restored_state_goes_on_bit_for_bit(
     rest = same_clients.run(after, ROUNDS - at, x, first=at + 1)
     assert len(rest) == ROUNDS - at
     assert all(equal(one, other) for one, other in zip(rest, whole[at:], strict=True))
-    if wrap is not None:  # the freeze was on
-        assert torch.equal(whole[-1]["2.bias"], whole[1]["2.bias"])
-        assert torch.equal(whole[-1]["0.weight"][:4], whole[1]["0.weight"][:4])
-        assert gap(whole[-1], whole[1]) > 1e-3
+    if wrap is not None:  # the freeze was on, and ended
+        for entry, rows in (("2.bias", slice(None)), ("0.weight", slice(4))):
+            bits = [model[entry][rows] for model in whole]
+            assert torch.equal(bits[3], bits[1])
+            assert not torch.equal(bits[4], bits[3])
+        assert gap(whole[3], whole[1]) > 1e-3
 
 
 @pytest.mark.parametrize("name", HAVE_MOMENTS)

@@ -181,15 +181,19 @@ class ServerRule(FlowerFedAvg, Generic[C, S]):
     def state_dict(self) -> dict[str, Any]:
         """Return what crosses rounds beside the model: the moments by field and name."""
         moments = {name: dict(tensors) for name, tensors in self.state.moments().items()}
-        return {"run": self.run, "selection": self._selected, "moments": moments}
+        return {
+            "rule": type(self).__name__,
+            "run": self.run,
+            "selection": self._selected,
+            "moments": moments,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over a state returned by :meth:`state_dict` of the same rule."""
-        expected, given = self.state.moments().keys(), state["moments"].keys()
-        if expected != given:
+        if state["rule"] != type(self).__name__:
             raise ValueError(
-                f"{type(self).__name__} keeps {sorted(expected)}, got {sorted(given)}; "
-                "restore the state of the same rule"
+                f"this is the state of {state['rule']}, not of {type(self).__name__}; restore it "
+                "into the same rule"
             )
         self.state = self.state_type(**state["moments"])
         self.run, self._selected = state["run"], state["selection"]

@@ -257,8 +257,8 @@ FEDAVGM: list[Fault] = [
     (
         "the restored velocity belongs to whole entries",
         BASE,
-        '"selection": self._selected, "moments"',
-        '"selection": "all", "moments"',
+        '"selection": self._selected,',
+        '"selection": "all",',
         "test_restore.py",
     ),
     (

@@ -46,6 +46,7 @@ class Worker:
         self.partition = make_partition(config, self.dataset)
         # every use loads a whole state first, so the weights need no initialisation
         self.model = create_model(config, len(self.dataset.class_names), init=False).to(self.device)
+        self.buffers = [name for name, _ in self.model.named_buffers()]
         self.cache = FrozenCache(cache_root(config) / "frozen")
         self.digest = ""
         self._preprocess = self._preprocessor(self.dataset.augment)

@@ -213,16 +213,23 @@ def test_a_run_that_fails_leaves_no_control_behind(
 
 
 def go_on(
-    config: RunConfig, arrays: ArrayRecord, rounds: range, saved: dict[str, Any] | None
+    config: RunConfig,
+    arrays: ArrayRecord,
+    rounds: range,
+    saved: dict[str, Any] | None,
+    contexts: dict[int, Any] | None = None,
 ) -> tuple[ArrayRecord, dict[str, Any], FedFrozen]:
-    """Run some rounds with a rule, a grid and a model of their own."""
+    """Run some rounds with a rule, a grid and a model of their own; fill ``contexts`` if given."""
     worker, strategy = prepare(config)
     if saved is not None:
         strategy.load_state_dict(saved)
     grid = LocalGrid("fedfrozen_app.client_app:app", worker.num_clients, config.to_mapping())
+    grid.load_state_dict(contexts or {})
     federation = Federation(config, grid, worker, strategy, RunFolder(Path(config.run_dir)))
     for server_round in rounds:
         arrays = federation.train_round(server_round, arrays)
+    if contexts is not None:
+        contexts.update(grid.state_dict())
     return arrays, strategy.state_dict(), strategy
 
 
@@ -240,10 +247,21 @@ def test_a_restarted_server_goes_on_from_controls_in_files(
     assert strategy.report.dropped == 0
 
 
+def test_a_restarted_grid_goes_on_from_the_contexts_it_is_given(
+    tmp_path: Path, partial: Run
+) -> None:
+    config = small_config(tmp_path / "runs", str(tmp_path / "cache"), **PARTIAL)
+    start, contexts = to_record(prepare(config)[0].initial_weights()), dict[int, Any]()
+    arrays, saved, _ = go_on(config, start, range(1, 4), None, contexts)
+    assert contexts  # the controls are small, so they are here and not in files
+    rest, _, _ = go_on(config, arrays, range(4, 6), saved, contexts)
+    assert equal(to_tensors(rest), partial.model)
+
+
 def test_a_server_that_lost_its_clients_controls_is_told(
     tmp_path: Path, partial: Run, caplog: pytest.LogCaptureFixture
 ) -> None:
-    # controls in context.state end with the grid: the run goes on from zero, and says so
+    # a grid that is given no contexts has no controls either: the run says so
     config = small_config(tmp_path / "runs", str(tmp_path / "cache"), **PARTIAL)
     start = to_record(prepare(config)[0].initial_weights())
     arrays, saved, _ = go_on(config, start, range(1, 4), None)

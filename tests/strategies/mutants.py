@@ -76,7 +76,7 @@ FEDPROX: list[Fault] = [
         PROX,
         "drift = param.detach() - self._received[name]",
         "drift = param.detach() - self._received[name]\n"
-        "                drift = drift / drift.norm().clamp(min=1e-12)",
+        "            drift = drift / drift.norm().clamp(min=1e-12)",
     ),
     ("anchor is not a copy", PROX, "param.detach().clone() for", "param.detach() for"),
     (
@@ -133,8 +133,8 @@ SCAFFOLD_FAULTS: list[Fault] = [
     (
         "weighted for uniform mean of Delta c",
         SCAFFOLD,
-        "delta_c.add(update.extra[CONTROL])",
-        "delta_c.add(update.extra[CONTROL], update.num_examples)",
+        "delta_c.add(update.extra.get(CONTROL, {}))",
+        "delta_c.add(update.extra.get(CONTROL, {}), update.num_examples)",
     ),
     ("the server's rate on c", SCAFFOLD, "+ share * d for", "+ eta * share * d for"),
     ("epochs for steps", CLIENT, "effective_steps(result.steps, ", "effective_steps(1, "),
@@ -264,8 +264,8 @@ FEDAVGM: list[Fault] = [
     (
         "running statistics in the optimiser",
         BUFFERS,
-        "tensor.ndim > 0 and not is_statistic",
-        "tensor.ndim > 0",
+        "if is_statistic or name in buffers:",
+        "if name in buffers:",
         "test_buffers.py",
     ),
 ]
@@ -299,8 +299,8 @@ FEDADAM: list[Fault] = [
     (
         "counters in the optimiser",
         BUFFERS,
-        "tensor.is_floating_point() and tensor.ndim > 0 and",
-        "tensor.is_floating_point() and",
+        "return tensor.is_floating_point() and tensor.ndim > 0",
+        "return tensor.is_floating_point()",
         "test_buffers.py",
     ),
 ]

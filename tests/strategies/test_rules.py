@@ -94,10 +94,10 @@ def test_the_share_of_clients_that_have_no_data_does_not_dilute_c(tmp_path: Path
 
 
 def test_a_state_of_another_rule_is_an_error() -> None:
-    with pytest.raises(ValueError, match=r"FedAvgM keeps \['v'\], got \['m', 't', 'v'\]"):
+    with pytest.raises(ValueError, match="the state of FedAdam, not of FedAvgM; restore"):
         FedAvgM().load_state_dict(FedAdam().state_dict())
-    with pytest.raises(ValueError, match=r"FedAvg keeps \[\], got \['c'\]"):
-        FedAvg().load_state_dict(Scaffold().state_dict())
+    with pytest.raises(ValueError, match="the state of None, not of FedAvg; restore"):
+        FedAvg().load_state_dict({})
 
 
 def test_a_restored_rule_is_the_same_run_and_a_new_one_is_not() -> None:

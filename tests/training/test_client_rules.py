@@ -135,7 +135,7 @@ def test_a_client_asked_for_the_first_time_starts_at_zero_without_a_warning(
 
 
 @pytest.mark.parametrize("own_node", [True, False])
-def test_a_lost_control_warns_and_starts_at_zero(
+def test_a_client_that_lost_its_control_warns_and_takes_the_servers(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, own_node: bool
 ) -> None:
     state = RecordDict()
@@ -143,12 +143,12 @@ def test_a_lost_control_warns_and_starts_at_zero(
     asked = payload(X, C, version=9, accepted=4)
     one = rules(asked, X, tmp_path, state=state, own_node=own_node)
     y = step({n: nn.Parameter(t.clone()) for n, t in X.items()}, one.hooks, 1, lr=0.5)
-    assert torch.equal(y["w"], X["w"] - 0.5 * (GRADIENT["w"] + C["w"]))
+    assert torch.equal(y["w"], X["w"] - 0.5 * GRADIENT["w"])  # c - c_i = 0
     (record,) = caplog.records
     assert record.levelname == "WARNING"
     assert "client 3 has lost version 4 of its SCAFFOLD control" in record.getMessage()
-    delta = one.finish(y, 0.5)  # it goes on as a client that was never there
-    assert torch.allclose(delta["control/w"], GRADIENT["w"])
+    delta = one.finish(y, 0.5)  # c_i+ is the gradient, c_i was c
+    assert torch.allclose(delta["control/w"], GRADIENT["w"] - C["w"])
 
 
 def test_a_client_without_examples_changes_nothing(tmp_path: Path) -> None:
@@ -244,11 +244,11 @@ def test_the_correction_takes_the_dtype_of_the_parameters(dtype: torch.dtype) ->
     hook = Correction(C, C_I, Selection.build("all", X))
     params = {name: nn.Parameter(tensor.to(dtype)) for name, tensor in X.items()}
     hook.begin(params)
-    params["w"].grad = torch.zeros(3, dtype=dtype)  # b has none: it was not used
+    params["w"].grad = torch.zeros(3, dtype=dtype)  # b has none: the loss does not use it
     hook.correct(params)
     assert params["w"].grad.dtype == dtype
     assert params["w"].grad.tolist() == [0.75, -1.5, -1.0]
-    assert params["b"].grad is None
+    assert params["b"].grad is not None and params["b"].grad.dtype == dtype
 
 
 def test_the_correction_goes_where_the_parameters_are() -> None:

@@ -271,7 +271,9 @@ class RunConfig(BaseModel):
     )
     run_dir: str = Field("runs", min_length=1, description="folder that holds run folders")
     cache_dir: str = Field(
-        "", description="decoded data, base weights and frozen blocks; empty = ~/.cache/fedfrozen"
+        "",
+        description="decoded data, base weights, frozen blocks and, during a run, SCAFFOLD's "
+        "controls; empty = ~/.cache/fedfrozen",
     )
 
     @field_validator("*", mode="before")

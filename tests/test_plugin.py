@@ -1,6 +1,7 @@
 """The README's own-project example, run as it stands there."""
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -105,10 +106,18 @@ def my_batches(context: Context) -> list[tuple[torch.Tensor, torch.Tensor]]:
     ]
 
 
-@pytest.mark.parametrize("rule", [Scaffold, FedProx, FedNova, FedAvgM, FedAdam])
+def nova(**options: Any) -> FedNova:
+    """FedNova as the README's text builds it."""
+    (arguments,) = re.findall(r"`FedNova\((.*?)\)`", README.read_text())
+    return FedNova(**eval(f"dict({arguments})"), **options)
+
+
+@pytest.mark.parametrize("rule", [Scaffold, FedProx, nova, FedAvgM, FedAdam])
 def test_the_rules_example_of_the_readme_runs_every_rule(
-    rule: type[ServerRule[Any, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    rule: Callable[..., ServerRule[Any, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    assert "lr=0.05, momentum=0.9" in RULES_CLIENT
+    assert vars(nova().config) == {"momentum": 0.9, "proximal_mu": 0.0, "lr": 0.05}
     monkeypatch.setenv("HOME", str(tmp_path))
     torch.manual_seed(1)
     start = Classifier()

@@ -8,7 +8,7 @@ worker processes compute ahead; at most jobs + 1 replies wait to be read.
 
 import itertools
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from flwr.app import (
     ArrayRecord,
@@ -96,6 +96,14 @@ class LocalGrid(Grid):
             TaskIdentity.run_id = self._run.run_id
             TaskIdentity.task_id = 1
             TaskIdentity.node_id = SUPERLINK_NODE_ID
+
+    def state_dict(self) -> dict[int, RecordDict]:
+        """Return what the clients keep in their contexts, by node id."""
+        return dict(self._states)
+
+    def load_state_dict(self, states: Mapping[int, RecordDict]) -> None:
+        """Take over states returned by :meth:`state_dict`, for a server that starts again."""
+        self._states = dict(states)
 
     def close(self, *, at_once: bool = False) -> None:
         """End the worker processes, ``at_once`` without waiting for their clients."""

@@ -2,9 +2,11 @@
 
 import time
 from collections.abc import Callable
+from logging import ERROR
 
 from flwr.app import ArrayRecord, ConfigRecord
 from flwr.serverapp import Grid
+from flwr.supercore import log
 
 from fedfrozen_app.config import ConfigError, RunConfig
 from fedfrozen_app.data.partition import partition_report
@@ -34,6 +36,7 @@ def build_strategy(config: RunConfig, worker: Worker) -> FedFrozen:
         seed=config.seed,
         members=Roster(worker.num_clients, with_data),
         min_replies=config.min_replies,
+        buffers=worker.buffers,
         fraction_train=config.fraction_train,
         min_train_nodes=1,
         min_available_nodes=1,
@@ -68,12 +71,28 @@ class Federation:
                 arrays = self.train_round(server_round, arrays)
                 self._record(server_round, arrays, started, on_round)
         except BaseException as error:  # Ctrl-C too: the folder must not look finished
-            self.folder.write_failure(f"{type(error).__name__}: {error}")
+            self._forget_clients()
+            self._save_after(error, arrays)
             raise
-        finally:
-            self.folder.save_model(to_tensors(arrays), {METADATA_KEY: self.config.head})
-            if isinstance(rule := self.strategy.strategy, ServerRule):
-                forget(self.worker.client_states, rule.run)
+        self._forget_clients()
+        self._save_model(arrays)
+
+    def _save_model(self, arrays: ArrayRecord) -> None:
+        self.folder.save_model(to_tensors(arrays), {METADATA_KEY: self.config.head})
+
+    def _save_after(self, error: BaseException, arrays: ArrayRecord) -> None:
+        """Save what there is; a disk that fails then does not hide why the run stopped."""
+        reason = f"{type(error).__name__}: {error}"
+        try:
+            self.folder.write_failure(reason)
+            self._save_model(arrays)
+        except OSError as second:
+            log(ERROR, "the model of the last round is not saved: %s", second)
+
+    def _forget_clients(self) -> None:
+        """Remove what clients of this machine have kept in files for the run."""
+        if isinstance(rule := self.strategy.strategy, ServerRule):
+            forget(self.worker.client_states, rule.run)
 
     def train_round(self, server_round: int, arrays: ArrayRecord) -> ArrayRecord:
         """Send the model out, aggregate the replies, return the next model."""

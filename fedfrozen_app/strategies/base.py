@@ -9,11 +9,12 @@ one; buffers are put together here, by the policy of :mod:`.buffers`.
 """
 
 import itertools
+import math
 import secrets
 from abc import abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
-from logging import INFO
+from logging import ERROR, INFO
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
@@ -33,9 +34,10 @@ from fedfrozen_app.strategies.replies import (
     check_quorum,
     check_share,
     in_client_order,
+    is_finite,
     layout_of,
 )
-from fedfrozen_app.strategies.sampling import Members, nodes_in_order, sample_cohort
+from fedfrozen_app.strategies.sampling import Members, NodesAsTheyCome, sample_cohort
 from fedfrozen_app.transport.arrays import to_record, to_tensors
 from fedfrozen_app.transport.payload import (
     PARTITION_ID,
@@ -89,6 +91,28 @@ class State:
         return replace(self, **{name: reselect(t, before, selection) for name, t in moments})
 
 
+def check_number(
+    name: str,
+    value: float,
+    *,
+    least: float = -math.inf,
+    above: float = -math.inf,
+    below: float = math.inf,
+    remedy: str,
+) -> None:
+    """Raise ValueError unless a field is a finite number in its range."""
+    if isinstance(value, int | float) and math.isfinite(value):
+        if value >= least and value > above and value < below:
+            return
+    low = f"> {above:g}" if above > -math.inf else f">= {least:g}"
+    rule = f"in [{least:g}, {below:g})" if below < math.inf else low
+    raise ValueError(f"{name} must be {rule}, got {value!r}; {remedy}")
+
+
+class DivergedError(RuntimeError):
+    """The aggregated model is not finite; the model before it stands."""
+
+
 C = TypeVar("C")
 S = TypeVar("S", bound=State)
 
@@ -103,9 +127,11 @@ class ServerRule(FlowerFedAvg, Generic[C, S]):
     seed : int
         Seed of the cohort stream.
     members : Members
-        Which node trains which client's partition; by default the nodes in id order.
+        Which node trains which client's partition; by default the nodes as they come.
     min_replies : float
         Share of the cohort, in [0, 1], that must reply usably; fewer end the run.
+    buffers : collection of str
+        Names of further entries that no optimiser trains; see :mod:`.buffers`.
     **options : Any
         The fields of the rule's config, and arguments of
         ``flwr.serverapp.strategy.FedAvg``.
@@ -119,8 +145,9 @@ class ServerRule(FlowerFedAvg, Generic[C, S]):
         self,
         *,
         seed: int = 0,
-        members: Members = nodes_in_order,
+        members: Members | None = None,
         min_replies: float = 0.0,
+        buffers: Collection[str] = (),
         **options: Any,
     ) -> None:
         own = [f.name for f in fields(self.config_type) if f.name in options]
@@ -128,7 +155,8 @@ class ServerRule(FlowerFedAvg, Generic[C, S]):
         super().__init__(**options)
         check_share(min_replies)
         self.seed = seed
-        self.members = members
+        self.members = members or NodesAsTheyCome()
+        self.buffers = frozenset(buffers)
         self.min_replies = min_replies
         self.report = RoundReport()
         self.state: S = self.state_type()
@@ -181,15 +209,19 @@ class ServerRule(FlowerFedAvg, Generic[C, S]):
     def state_dict(self) -> dict[str, Any]:
         """Return what crosses rounds beside the model: the moments by field and name."""
         moments = {name: dict(tensors) for name, tensors in self.state.moments().items()}
-        return {"run": self.run, "selection": self._selected, "moments": moments}
+        return {
+            "rule": type(self).__name__,
+            "run": self.run,
+            "selection": self._selected,
+            "moments": moments,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over a state returned by :meth:`state_dict` of the same rule."""
-        expected, given = self.state.moments().keys(), state["moments"].keys()
-        if expected != given:
+        if state.get("rule") != type(self).__name__:
             raise ValueError(
-                f"{type(self).__name__} keeps {sorted(expected)}, got {sorted(given)}; "
-                "restore the state of the same rule"
+                f"this is the state of {state.get('rule')}, not of {type(self).__name__}; restore "
+                "it into the same rule"
             )
         self.state = self.state_type(**state["moments"])
         self.run, self._selected = state["run"], state["selection"]
@@ -230,12 +262,26 @@ class ServerRule(FlowerFedAvg, Generic[C, S]):
         """Sample the round's clients and address a train message to each."""
         self._grid = grid
         self._global = to_tensors(arrays)
-        extra = to_namespaces(self.extra_arrays(trained(self._global)))
+        x = trained(self._global, self.buffers)
+        self._check_moments(x)
+        extra = to_namespaces(self.extra_arrays(x))
         sent = ArrayRecord({**arrays, **to_record(extra)}) if extra else arrays
         self._expected = layout_of(sent)
         self._sent = list(self._messages(server_round, sent, config, grid, MessageType.TRAIN))
         self.report = RoundReport(cohort=len(self._sent))
         return list(self._sent)
+
+    def _check_moments(self, x: Tensors) -> None:
+        """Raise ValueError where a moment is not of this model; it would be broadcast."""
+        for field_name, tensors in self.state.moments().items():
+            for name, tensor in tensors.items():
+                if name not in x or x[name].shape != tensor.shape:
+                    shape = list(x[name].shape) if name in x else None
+                    raise ValueError(
+                        f"{type(self).__name__} keeps {field_name} of {name!r} as "
+                        f"{list(tensor.shape)}, but the model has {shape}; restore the state of "
+                        "this model, or begin with a new object"
+                    )
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -264,25 +310,41 @@ class ServerRule(FlowerFedAvg, Generic[C, S]):
             client,
             self.required_metrics,
         )
-        buffers, clients = BufferMean(), list[int]()
+        buffers, clients = BufferMean(self.buffers), list[int]()
         updates = self._updates(good, client, buffers, clients)
         first = next(updates, None)
         following: S | None = None
         if first is not None:
-            x = {name: wide(tensor) for name, tensor in trained(self._global).items()}
+            x = {name: wide(tensor) for name, tensor in trained(self._global, self.buffers).items()}
             stream = itertools.chain([first], updates)
             del first  # one reply at a time is held, this one too
             following = self.aggregate(replace(self.state, x=x), stream)
         sent, self._sent, self._global = self._global, [], {}  # they hold the old model
         check_quorum(self.report, self.min_replies, server_round)
         if following is None:
+            reason = self.report.refused[0] if self.report.refused else "no client replied"
+            log(
+                ERROR,
+                "round %d: no reply could be used (%s); the model stays",
+                server_round,
+                reason,
+            )
             return None, None
-        self.state = replace(following, x={})
-        self.end_round(clients)
         entries = {**following.x, **buffers.value}
         arrays = {name: entries[name].to(tensor.dtype) for name, tensor in sent.items()}
+        self._check_finite(arrays, server_round)
+        self.state = replace(following, x={})
+        self.end_round(clients)
         contents = [RecordDict({"metrics": metrics}) for metrics in self.report.metrics]
         return to_record(arrays), self.train_metrics_aggr_fn(contents, self.weighted_by_key)
+
+    def _check_finite(self, arrays: Tensors, server_round: int) -> None:
+        for name, tensor in arrays.items():
+            if not is_finite(tensor):
+                raise DivergedError(
+                    f"round {server_round}: {type(self).__name__} with {self.config} made {name!r} "
+                    "non-finite; lower the server's or the clients' learning rate"
+                )
 
     def _updates(
         self,
@@ -299,6 +361,6 @@ class ServerRule(FlowerFedAvg, Generic[C, S]):
             weight = float(metrics[self.weighted_by_key])  # type: ignore[arg-type]
             clients.append(client_of_reply(reply))
             buffers.add(entries, weight)
-            arrays = {name: wide(tensor) for name, tensor in trained(entries).items()}
+            arrays = {name: wide(tensor) for name, tensor in trained(entries, self.buffers).items()}
             del entries, record
             yield Update(clients[-1], weight, arrays, metrics, extra)

@@ -2,13 +2,14 @@
 
 Untrained are, by name and dtype, since a server sees a state dict and no module: integers and
 booleans (step counters, masks), 0-d tensors, and the running statistics of normalisation
-layers. They never enter a server optimiser, a control or a normalised step:
+layers; a rule's option ``buffers`` adds names. They never enter a server optimiser, a control
+or a normalised step:
 
 - floating-point ones become the mean of the clients' values, weighted by their examples;
 - integers and booleans are taken from the first client of the round, in client order.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 
@@ -17,28 +18,31 @@ from fedfrozen_app.strategies.mean import Mean, Tensors
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
-def is_trained(name: str, tensor: torch.Tensor) -> bool:
-    """Whether the rules act on an entry; if not, it is a buffer."""
+def is_trained(name: str, tensor: torch.Tensor, buffers: Collection[str] = ()) -> bool:
+    """Whether the rules act on an entry; if not, it is a buffer, as are the names given."""
     is_statistic = name.rpartition(".")[2] in STATISTICS
-    return tensor.is_floating_point() and tensor.ndim > 0 and not is_statistic
+    if is_statistic or name in buffers:
+        return False
+    return tensor.is_floating_point() and tensor.ndim > 0
 
 
-def trained(tensors: Mapping[str, torch.Tensor]) -> Tensors:
+def trained(tensors: Mapping[str, torch.Tensor], buffers: Collection[str] = ()) -> Tensors:
     """Return the entries the rules act on."""
-    return {name: tensor for name, tensor in tensors.items() if is_trained(name, tensor)}
+    return {name: t for name, t in tensors.items() if is_trained(name, t, buffers)}
 
 
 class BufferMean:
     """The buffers of a round's replies, put together by the policy."""
 
-    def __init__(self) -> None:
+    def __init__(self, buffers: Collection[str] = ()) -> None:
+        self._named = buffers
         self._mean = Mean()
         self._first: Tensors | None = None
         self._dtypes: dict[str, torch.dtype] = {}
 
     def add(self, tensors: Mapping[str, torch.Tensor], num_examples: float) -> None:
         """Take in one client's entries; trained ones are passed over."""
-        buffers = {name: t for name, t in tensors.items() if not is_trained(name, t)}
+        buffers = {name: t for name, t in tensors.items() if not is_trained(name, t, self._named)}
         floats = {name: t for name, t in buffers.items() if t.is_floating_point()}
         self._mean.add(floats, num_examples)
         if self._first is None:

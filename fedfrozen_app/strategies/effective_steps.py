@@ -6,7 +6,7 @@ impulse at step k has grown to by the end:
 - plain SGD: a_k = 1, so ||a||_1 = tau;
 - momentum rho: ||a||_1 = [tau - rho (1 - rho^tau) / (1 - rho)] / (1 - rho);
 - proximal mu: ||a||_1 = (1 - (1 - eta mu)^tau) / (eta mu);
-- both together: no closed form in the paper; the same recursion gives it.
+- both together: no closed form in the paper, so with mu the recursion itself is followed.
 """
 
 
@@ -26,6 +26,8 @@ def effective_steps(
     proximal_mu : float
         mu of FedProx.
     """
+    if proximal_mu == 0:
+        return (steps - momentum * (1 - momentum**steps) / (1 - momentum)) / (1 - momentum)
     moved, velocity, total = 0.0, 1.0, 0.0  # (y - x) / -eta after an impulse of 1
     for _ in range(steps):
         moved += velocity

@@ -5,7 +5,9 @@
     v <- b2 v + (1 - b2) Delta^2        v = 0 at the start
     x <- x + eta m / (sqrt(v) + tau)
 
-The paper has no bias correction. With ``bias_correction="adam"`` the step uses
+The paper asks for v >= tau^2 at the start and takes a uniform mean; here v starts at zero,
+since tau bounds the step as well, and clients weigh by their examples as in FedAvg. The paper
+has no bias correction. With ``bias_correction="adam"`` the step uses
 m / (1 - b1^t) and v / (1 - b2^t), as Adam does (arXiv:1412.6980, Algorithm 1), where t counts
 the steps of an entry since it began to train: 1 in the first.
 
@@ -18,7 +20,7 @@ from typing import Literal
 
 import torch
 
-from fedfrozen_app.strategies.base import ServerRule, State, Update
+from fedfrozen_app.strategies.base import ServerRule, State, Update, check_number
 from fedfrozen_app.strategies.fedavg import weighted_mean
 from fedfrozen_app.strategies.mean import Tensors
 
@@ -42,12 +44,11 @@ class AdaptiveConfig:
     tau: float = 1e-3
 
     def __post_init__(self) -> None:
-        for name in ("server_lr", "tau"):
-            if (value := getattr(self, name)) <= 0:
-                raise ValueError(f"{name} must be > 0, got {value}")
+        check_number("server_lr", self.server_lr, above=0, remedy="try 0.01")
+        check_number("tau", self.tau, above=0, remedy="try 0.001")
         for name in ("beta1", "beta2"):
-            if not 0 <= (value := getattr(self, name, 0.0)) < 1:
-                raise ValueError(f"{name} must be in [0, 1), got {value}")
+            value = getattr(self, name, 0.0)
+            check_number(name, value, least=0, below=1, remedy="use 0 for no memory")
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ beta = 0 with eta = 1 is FedAvg.
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from fedfrozen_app.strategies.base import ServerRule, State, Update
+from fedfrozen_app.strategies.base import ServerRule, State, Update, check_number
 from fedfrozen_app.strategies.fedavg import weighted_mean
 from fedfrozen_app.strategies.mean import Tensors
 
@@ -34,12 +34,10 @@ class FedAvgMConfig:
     nesterov: bool = False
 
     def __post_init__(self) -> None:
-        if self.server_lr <= 0:
-            raise ValueError(f"server_lr must be > 0, got {self.server_lr}")
-        if not 0 <= self.server_momentum < 1:
-            raise ValueError(
-                f"server_momentum must be in [0, 1), got {self.server_momentum}; use 0 for none"
-            )
+        check_number("server_lr", self.server_lr, above=0, remedy="use 1 for the mean itself")
+        check_number(
+            "server_momentum", self.server_momentum, least=0, below=1, remedy="use 0 for none"
+        )
 
 
 @dataclass(frozen=True)

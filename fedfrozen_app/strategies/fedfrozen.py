@@ -38,6 +38,7 @@ from fedfrozen_app.strategies.replies import (
     in_client_order,
     layout_of,
 )
+from fedfrozen_app.strategies.scaffold import Scaffold
 from fedfrozen_app.strategies.schedule import FreezeSchedule
 from fedfrozen_app.transport.arrays import to_record, to_tensors
 from fedfrozen_app.transport.block import FrozenBlock
@@ -56,6 +57,17 @@ def weight_key(strategy: Any) -> str:
             return key
         strategy = getattr(strategy, "strategy", None)
     return NUM_EXAMPLES
+
+
+def check_wrapped(strategy: Any) -> None:
+    """Raise ValueError for a rule that sends more than a model inside a foreign wrapper."""
+    while (inner := getattr(strategy, "strategy", None)) is not None:
+        if isinstance(inner, Scaffold):
+            raise ValueError(
+                f"{type(strategy).__name__} does not know the controls in SCAFFOLD's messages; "
+                "wrap Scaffold in FedFrozen alone"
+            )
+        strategy = inner
 
 
 def check_value_rows(value_l2: float, arrays: ArrayRecord, selection: Selection) -> None:
@@ -128,6 +140,7 @@ class FedFrozen(Strategy):
         check_share(min_replies)
         if min_replies > 0 and isinstance(strategy, ServerRule):
             raise ValueError(f"set min_replies on the wrapped {type(strategy).__name__} instead")
+        check_wrapped(strategy)
         self.strategy = strategy or FedAvg(min_replies=min_replies, **fedavg)
         self.value_l2, self.min_replies = value_l2, min_replies
         self.timeout = 3600.0  # seconds for the replies of clients that are sent the block again
@@ -145,6 +158,7 @@ class FedFrozen(Strategy):
         self._grid: Grid | None = None
         self._expected: Layout = {}
         self._dtypes: dict[str, torch.dtype] = {}  # of the model as the run started
+        self._restored = False
 
     # --- the rounds -------------------------------------------------------------------
     @property
@@ -177,7 +191,18 @@ class FedFrozen(Strategy):
 
         A second run with the same object freezes afresh; a wrapped strategy that keeps
         state of its own, such as a server momentum, still has it.
+
+        Raises
+        ------
+        ValueError
+            After ``load_state_dict``: this would begin at round 1 and thaw the model. Go on
+            with ``configure_train`` and ``aggregate_train`` from the round after the saved one.
         """
+        if self._restored:
+            raise ValueError(
+                "a restored run cannot go on with start(), which begins at round 1 and would thaw "
+                "the model; call configure_train and aggregate_train for the rounds that are left"
+            )
         if self._warmup_ratio is not None:
             warmup = rounds_of_ratio(self._warmup_ratio, num_rounds)
             self._schedule = FreezeSchedule.warmup(warmup, self._frozen_spec)
@@ -339,6 +364,7 @@ class FedFrozen(Strategy):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over a state returned by :meth:`state_dict`."""
+        self._restored = True
         block = FrozenBlock.from_state_dict(state["block"]) if state["block"] else None
         self.state = FreezeState(state["spec"], block)
         self._dtypes = {name: getattr(torch, dtype) for name, dtype in state["dtypes"].items()}

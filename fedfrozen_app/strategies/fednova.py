@@ -14,7 +14,7 @@ at zero in each round. With equal tau_i it is FedAvg.
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from fedfrozen_app.strategies.base import Instructions, ServerRule, State, Update
+from fedfrozen_app.strategies.base import Instructions, ServerRule, State, Update, check_number
 from fedfrozen_app.strategies.effective_steps import effective_steps
 from fedfrozen_app.strategies.mean import Mean
 from fedfrozen_app.transport.payload import PROXIMAL_MU, STEPS
@@ -39,12 +39,9 @@ class FedNovaConfig:
     lr: float = 0.01
 
     def __post_init__(self) -> None:
-        if not 0 <= self.momentum < 1:
-            raise ValueError(f"momentum must be in [0, 1), got {self.momentum}")
-        if self.proximal_mu < 0:
-            raise ValueError(f"proximal_mu must be >= 0, got {self.proximal_mu}; use 0 for none")
-        if self.lr <= 0:
-            raise ValueError(f"lr must be > 0, got {self.lr}; give the clients' learning rate")
+        check_number("momentum", self.momentum, least=0, below=1, remedy="use 0 for plain SGD")
+        check_number("proximal_mu", self.proximal_mu, least=0, remedy="use 0 for none")
+        check_number("lr", self.lr, above=0, remedy="give the clients' learning rate")
 
 
 def aggregate(state: State, updates: Iterator[Update], config: FedNovaConfig) -> State:

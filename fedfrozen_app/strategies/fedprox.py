@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from fedfrozen_app.strategies.base import Instructions, ServerRule, State, Update
+from fedfrozen_app.strategies.base import Instructions, ServerRule, State, Update, check_number
 from fedfrozen_app.strategies.fedavg import weighted_mean
 from fedfrozen_app.training.hooks import Hook, Parameters
 from fedfrozen_app.transport.payload import PROXIMAL_MU
@@ -23,8 +23,7 @@ class FedProxConfig:
     proximal_mu: float = 0.01
 
     def __post_init__(self) -> None:
-        if self.proximal_mu < 0:
-            raise ValueError(f"proximal_mu must be >= 0, got {self.proximal_mu}; use 0 for FedAvg")
+        check_number("proximal_mu", self.proximal_mu, least=0, remedy="use 0 for FedAvg")
 
 
 def aggregate(state: State, updates: Iterator[Update], config: FedProxConfig) -> State:
@@ -46,8 +45,10 @@ class Proximal(Hook):
     def correct(self, params: Parameters) -> None:
         """Add mu (w - w_t) to the gradients."""
         for name, param in params.items():
-            if param.grad is not None:
-                drift = param.detach() - self._received[name]
+            drift = param.detach() - self._received[name]
+            if param.grad is None:  # the loss does not use it, the term does
+                param.grad = self.proximal_mu * drift
+            else:
                 param.grad.add_(drift, alpha=self.proximal_mu)
 
 

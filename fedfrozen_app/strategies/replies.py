@@ -13,9 +13,10 @@ from flwr.serverapp import Grid
 from flwr.supercore import log
 
 from fedfrozen_app.transport.arrays import to_tensors
-from fedfrozen_app.transport.payload import SERVER_ROUND, missing_digest
+from fedfrozen_app.transport.payload import SERVER_ROUND, is_extra, missing_digest
 
 NON_FINITE = "non-finite values"
+MAX_COUNT = 10**7  # of what a client says it counted
 ANSI_STYLE = re.compile(r"\x1b\[[0-9;]*m")
 Layout = dict[str, tuple[tuple[int, ...], str]]  # shape and dtype (a glob) by entry
 
@@ -106,8 +107,10 @@ def refusal(
     metrics = next(iter(content.metric_records.values()))
     if metrics.get(weight_key) == 0:
         return "no training examples"
-    for key in (weight_key, *required_metrics):
-        if reason := _number_refusal(metrics, key):
+    if reason := _number_refusal(metrics, weight_key):
+        return reason
+    for key in required_metrics:
+        if reason := _number_refusal(metrics, key) or _count_refusal(metrics, key):
             return reason
     return _array_refusal(content, expected)
 
@@ -119,6 +122,13 @@ def _number_refusal(metrics: MetricRecord, key: str) -> str | None:
     if not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
         return f"metric {key!r} must be a finite number > 0, got {value!r}"
     return None
+
+
+def _count_refusal(metrics: MetricRecord, key: str) -> str | None:
+    value = float(metrics[key])  # type: ignore[arg-type]
+    if value == int(value) and value <= MAX_COUNT:
+        return None
+    return f"metric {key!r} must be a whole number <= {MAX_COUNT}, got {value!r}"
 
 
 def _metric_refusal(reply: Message, report: RoundReport) -> str | None:
@@ -137,7 +147,8 @@ def _metric_kinds(record: MetricRecord) -> dict[str, int]:
 def _array_refusal(content: RecordDict, expected: Layout) -> str | None:
     record = next(iter(content.array_records.values()))
     if missing := [name for name in expected if name not in record]:
-        return f"{len(missing)} entries are missing, first {missing[0]!r}"
+        hint = "; clients of this rule answer with ClientRules" if is_extra(missing[0]) else ""
+        return f"{len(missing)} entries are missing, first {missing[0]!r}{hint}"
     if extra := [name for name in record if name not in expected]:
         return f"{len(extra)} unexpected entries, first {extra[0]!r}"
     for name, (shape, dtype) in expected.items():

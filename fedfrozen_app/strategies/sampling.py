@@ -17,25 +17,41 @@ class Members(Protocol):
         ...
 
 
-def nodes_in_order(
-    grid: Grid, at_least: int, *, timeout: float = 600.0, poll_seconds: float = 1.0
-) -> Mapping[int, int]:
-    """Take the connected nodes, sorted by id, as clients 0, 1, 2, ...
+class NodesAsTheyCome:
+    """Number the connected nodes 0, 1, 2, ... as they are first seen, by id where together.
 
-    Raises
-    ------
-    TimeoutError
-        If fewer than ``at_least`` nodes are connected after ``timeout`` seconds.
+    A node keeps its number when others leave or join, so that what a rule knows of a client
+    stays with it.
+
+    Parameters
+    ----------
+    timeout, poll_seconds : float
+        How long to wait for nodes, and how often to look.
     """
-    deadline = time.monotonic() + timeout
-    while len(nodes := sorted(grid.get_node_ids())) < at_least:
-        if time.monotonic() >= deadline:
-            raise TimeoutError(
-                f"{len(nodes)} of {at_least} required nodes are connected after {timeout:g} s; "
-                "start more SuperNodes or lower min_available_nodes"
-            )
-        time.sleep(poll_seconds)
-    return dict(enumerate(nodes))
+
+    def __init__(self, *, timeout: float = 600.0, poll_seconds: float = 1.0) -> None:
+        self.timeout, self.poll_seconds = timeout, poll_seconds
+        self._numbers: dict[int, int] = {}
+
+    def __call__(self, grid: Grid, at_least: int) -> Mapping[int, int]:
+        """Return node id by client id.
+
+        Raises
+        ------
+        TimeoutError
+            If fewer than ``at_least`` nodes are connected after ``timeout`` seconds.
+        """
+        deadline = time.monotonic() + self.timeout
+        while len(nodes := sorted(grid.get_node_ids())) < at_least:
+            if time.monotonic() >= deadline:
+                raise TimeoutError(
+                    f"{len(nodes)} of {at_least} required nodes are connected after "
+                    f"{self.timeout:g} s; start more SuperNodes or lower min_available_nodes"
+                )
+            time.sleep(self.poll_seconds)
+        for node in nodes:
+            self._numbers.setdefault(node, len(self._numbers))
+        return {self._numbers[node]: node for node in nodes}
 
 
 def sample_cohort(

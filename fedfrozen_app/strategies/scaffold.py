@@ -16,9 +16,10 @@ eta_l ||a_i||_1 (:mod:`.effective_steps`), which makes c_i+ a mean of gradients 
 
 A client's c_i+ counts once the server has used the reply it came with: each message says
 which version of its control that was (:data:`CONTROL_ACCEPTED`). So c stays the mean of all
-c_i when replies are lost, refused, or rolled back with the server. It also names the
-selections that came into force since then (:data:`CONTROL_PATH`): what froze loses its
-control, and what trains again starts at zero, on a client that was away as on the server.
+c_i when replies are lost or refused, and when the server goes back to before a client's last
+reply, but no further. Each message also names the selections that came into force since then
+(:data:`CONTROL_PATH`): what froze loses its control, and what trains again starts at zero, on
+a client that was away as on the server.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -28,7 +29,13 @@ from typing import Any
 import torch
 
 from fedfrozen_app.models.selection import Selection
-from fedfrozen_app.strategies.base import Instructions, ServerRule, State, Update
+from fedfrozen_app.strategies.base import (
+    Instructions,
+    ServerRule,
+    State,
+    Update,
+    check_number,
+)
 from fedfrozen_app.strategies.mean import Mean, Tensors
 from fedfrozen_app.training.hooks import Hook, Parameters
 from fedfrozen_app.transport.payload import (
@@ -56,10 +63,8 @@ class ScaffoldConfig:
     num_clients: int = 0
 
     def __post_init__(self) -> None:
-        if self.server_lr <= 0:
-            raise ValueError(f"server_lr must be > 0, got {self.server_lr}")
-        if self.num_clients < 0:
-            raise ValueError(f"num_clients must be >= 0, got {self.num_clients}; 0 = as connected")
+        check_number("server_lr", self.server_lr, above=0, remedy="use 1 for the mean itself")
+        check_number("num_clients", self.num_clients, least=0, remedy="use 0 for as connected")
 
 
 @dataclass(frozen=True)
@@ -76,7 +81,7 @@ def aggregate(
     eta, y, delta_c, replied = config.server_lr, Mean(), Mean(), 0
     for update in updates:
         y.add(update.arrays)
-        delta_c.add(update.extra[CONTROL])
+        delta_c.add(update.extra.get(CONTROL, {}))  # none where only buffers are active
         replied += 1
     share = replied / config.num_clients
     return ScaffoldState(
@@ -113,10 +118,12 @@ class Correction(Hook):
         }
 
     def correct(self, params: Parameters) -> None:
-        """Add c - c_i to the gradients."""
+        """Add c - c_i to the gradients; that of a parameter the loss does not use is zero."""
         for name, shift in self._shift.items():
-            if (gradient := params[name].grad) is not None:
-                gradient.add_(shift)
+            if params[name].grad is None:
+                params[name].grad = shift.clone()
+            else:
+                params[name].grad.add_(shift)  # type: ignore[union-attr]
 
 
 def next_control(
@@ -137,7 +144,8 @@ class Scaffold(ServerRule[ScaffoldConfig, ScaffoldState]):
     """SCAFFOLD; c travels beside x as ``control/NAME``, and Delta c_i beside y_i.
 
     Clients need no metric beyond the weight, which plays no part in x and c. They must train
-    with SGD: the steps of an adaptive optimiser are not gradients times a step size.
+    with SGD: the steps of an adaptive optimiser are not gradients times a step size. Wrap it
+    in ``FedFrozen`` only: other wrappers do not know the controls in its messages.
     """
 
     config_type, state_type = ScaffoldConfig, ScaffoldState
@@ -152,6 +160,11 @@ class Scaffold(ServerRule[ScaffoldConfig, ScaffoldState]):
     def begin_round(self, clients: Collection[int]) -> None:
         """See how many clients there are."""
         self._known = len(clients)
+        if 0 < self.config.num_clients < self._known:
+            raise ValueError(
+                f"num_clients must be all clients there are, got {self.config.num_clients} and "
+                f"{self._known} are connected; raise it, or use 0 for as connected"
+            )
 
     def instructions(self, client: int) -> Instructions:
         """Return which of its controls a client must go on from."""

@@ -49,9 +49,9 @@ class ClientControl:
         self._version = int(payload.config[CONTROL_VERSION])  # type: ignore[arg-type]
         self._accepted = int(payload.config[CONTROL_ACCEPTED])  # type: ignore[arg-type]
         self.c = payload.extra[CONTROL]
-        stored = self._stored(partition_id)
         zero = {name: torch.zeros_like(c) for name, c in self.c.items()}
-        self.c_i = {name: stored.get(name, zero[name]) for name in self.c}
+        stored = self._stored(partition_id)
+        self.c_i = {**zero, **{name: stored[name] for name in stored.keys() & self.c.keys()}}
 
     @property
     def hook(self) -> Correction:
@@ -65,10 +65,11 @@ class ClientControl:
             if self._accepted > 0:
                 log(
                     WARNING,
-                    "client %d has lost version %d of its SCAFFOLD control and goes on from zero",
+                    "client %d has lost version %d of its SCAFFOLD control and takes the server's",
                     partition_id,
                     self._accepted,
                 )
+                return self.c  # the mean of all: this round it is not corrected
             return {}
         control, before = kept.tensors, kept.selection
         entries = {e.name: torch.empty(e.shape, device="meta") for e in self._selection.entries}
@@ -82,7 +83,11 @@ class ClientControl:
         """Keep c_i+ and return Delta c_i; ``step_sizes`` is the sum of effective step sizes."""
         if step_sizes == 0:  # a client without examples
             return {name: torch.zeros_like(c) for name, c in self.c.items()}
-        following = next_control(self.c, self.c_i, self._payload.active, y, step_sizes)
+        x, y = (
+            {name: tensors[name].to(c.device) for name, c in self.c.items()}
+            for tensors in (self._payload.active, y)
+        )
+        following = next_control(self.c, self.c_i, x, y, step_sizes)
         self._kept.put(self._version, self._accepted, following, self._selection.spec)
         return {name: following[name] - self.c_i[name] for name in following}
 

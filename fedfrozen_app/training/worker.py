@@ -48,6 +48,7 @@ class Worker:
         self.partition = make_partition(config, self.dataset)
         # every use loads a whole state first, so the weights need no initialisation
         self.model = create_model(config, self.dataset.num_outputs, init=False).to(self.device)
+        self.buffers = [name for name, _ in self.model.named_buffers()]
         self.cache = FrozenCache(cache_root(config) / "frozen")
         self.digest = ""
         self._test_examples = self._examples("test", self.partition.test)

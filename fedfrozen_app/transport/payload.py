@@ -33,6 +33,7 @@ PROXIMAL_MU = "proximal-mu"
 # of SCAFFOLD: the namespace of controls, which version a client makes now, the one it goes on
 # from, and the selections since that
 CONTROL = "control"
+NAMESPACES = (CONTROL,)
 RUN, CONTROL_VERSION = "fedfrozen.run", "fedfrozen.control-version"
 CONTROL_ACCEPTED, CONTROL_PATH = "fedfrozen.control-accepted", "fedfrozen.control-path"
 
@@ -71,6 +72,12 @@ class Payload:
         return float(value) if isinstance(value, int | float) else 0.0
 
 
+def is_extra(key: str) -> bool:
+    """Whether a key belongs to a namespace; names of models may have slashes of their own."""
+    namespace, slash, _ = key.partition("/")
+    return bool(slash) and namespace in NAMESPACES
+
+
 def to_namespaces(extra: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """Return entries of several namespaces under the keys ``namespace/NAME``."""
     return {
@@ -87,8 +94,8 @@ def from_namespaces(
     own: dict[str, torch.Tensor] = {}
     extra: dict[str, dict[str, torch.Tensor]] = {}
     for key, tensor in entries.items():
-        namespace, slash, name = key.partition("/")
-        if slash:
+        namespace, _, name = key.partition("/")
+        if is_extra(key):
             extra.setdefault(namespace, {})[name] = tensor
         else:
             own[key] = tensor

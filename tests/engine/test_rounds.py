@@ -11,66 +11,13 @@ import torch
 
 from fedfrozen_app.config import ConfigError, RunConfig
 from fedfrozen_app.engine import rounds
-from fedfrozen_app.engine.local_grid import LocalGrid
-from fedfrozen_app.engine.rounds import prepare, run_federation
+from fedfrozen_app.engine.rounds import prepare
 from fedfrozen_app.models.selection import Selection
-from fedfrozen_app.runs.store import RoundMetrics, RunFolder
+from fedfrozen_app.runs.store import RunFolder
 from fedfrozen_app.strategies import QuorumError
 from fedfrozen_app.training.worker import resident
 from fedfrozen_app.transport.arrays import TensorArray
-
-SMALL: dict[str, Any] = {
-    "num-clients": 3,
-    "rounds": 3,
-    "max-train-examples": 251,
-    "max-test-examples": 97,
-    "weights": "none",
-    "public-fraction": 0.0,
-    "weight-decay": 0.05,
-    "momentum": 0.9,
-    "lr": 0.05,
-    "threads": 1,
-}
-
-
-@pytest.fixture(scope="session")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(tmp_path_factory.mktemp("cache"))
-
-
-class Run:
-    """A finished run and what it left."""
-
-    def __init__(self, root: Path, cache: str, **keys: Any) -> None:
-        values = {**SMALL, "run-dir": str(root), "cache-dir": cache}
-        values.update({key.replace("_", "-"): value for key, value in keys.items()})
-        self.config = RunConfig.from_mapping(values)
-        self.reported: list[RoundMetrics] = []
-        grid = LocalGrid(
-            "fedfrozen_app.client_app:app",
-            resident(self.config).num_clients,
-            self.config.to_mapping(),
-            jobs=self.config.jobs,
-        )
-        with grid:
-            self.folder = run_federation(self.config, grid, self.reported.append)
-        self.model = safetensors.torch.load_file(self.folder.path / "model.safetensors")
-        self.metrics = self.folder.metrics()
-
-    def comparable(self) -> list[dict[str, Any]]:
-        """The metrics without what a clock measures."""
-        return [
-            {k: v for k, v in vars(line).items() if not k.startswith("seconds")}
-            for line in self.metrics
-        ]
-
-
-def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[k], other[k]) for k in one)
-
-
-def frozen_half(run: Run) -> dict[str, torch.Tensor]:
-    return Selection.build("query-key", run.model).split(run.model)[1]
+from tests.engine.run import Run, equal, frozen_half
 
 
 def test_a_warmup_as_long_as_the_run_equals_fedavg_bit_for_bit(tmp_path: Path, cache: str) -> None:

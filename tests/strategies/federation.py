@@ -57,6 +57,7 @@ class Federation:
     tamper: Tamper | None = None
     shared_cache: bool = False
     counter: bool = False  # the model has an integer entry
+    metrics: dict[str, float] = field(default_factory=dict)  # further ones of every reply
     seen: list[tuple[int, int, str]] = field(default_factory=list)
     whole: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)
 
@@ -87,7 +88,7 @@ class Federation:
         arrays = {k: v + (2 if k == COUNTER else step) for k, v in payload.active.items()}
         if self.tamper is not None:
             arrays = self.tamper(server_round, client, arrays) or arrays  # type: ignore[assignment]
-        metrics = {"num-examples": client + 1, "train_loss": 0.5 * client}
+        metrics = {"num-examples": client + 1, "train_loss": 0.5 * client, **self.metrics}
         return train_reply(message, arrays, metrics)
 
     def round(

@@ -19,7 +19,8 @@ def zero(size: int = 2) -> AdaptiveState:
 
 
 def test_two_rounds_of_two_clients_by_hand() -> None:
-    states = play(aggregate, zero(), FedAdamConfig(**HAND), DELTAS)
+    start = zero()
+    states = play(aggregate, start, FedAdamConfig(**HAND), DELTAS)
     assert states[0].m["w"].tolist() == [2, -1] and states[0].v["w"].tolist() == [4, 1]
     assert states[1].m["w"].tolist() == pytest.approx([-2, 1], rel=1e-14)
     assert states[1].v["w"].tolist() == pytest.approx([12, 3], rel=1e-14)
@@ -28,6 +29,7 @@ def test_two_rounds_of_two_clients_by_hand() -> None:
     assert states[0].x["w"].tolist() == pytest.approx(first, rel=1e-15)
     second = [first[0] - 2 * 2 / (sqrt(12) + 1), first[1] + 2 * 1 / (sqrt(3) + 1)]
     assert states[1].x["w"].tolist() == pytest.approx(second, rel=1e-14)
+    assert (start.m, start.v) == ({}, {})  # a round that does not count must not leave a trace
     assert states[1].t == {}  # without a correction nothing needs counting
 
 

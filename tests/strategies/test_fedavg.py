@@ -7,7 +7,7 @@ from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 
 from fedfrozen_app.strategies import FedAvg, QuorumError, Update
 from fedfrozen_app.strategies.fedavg import weighted_mean
-from fedfrozen_app.strategies.sampling import nodes_in_order, sample_cohort
+from fedfrozen_app.strategies.sampling import NodesAsTheyCome, sample_cohort
 from tests.strategies.federation import Federation, initial
 
 
@@ -128,7 +128,7 @@ def test_too_few_usable_replies_end_the_run_and_say_why(tmp_path: Path) -> None:
 def test_missing_nodes_end_in_a_clear_error(tmp_path: Path) -> None:
     grid = Federation(tmp_path, 2).grid
     with pytest.raises(TimeoutError, match="2 of 3 required nodes"):
-        nodes_in_order(grid, 3, timeout=0.01, poll_seconds=0.01)
+        NodesAsTheyCome(timeout=0.01, poll_seconds=0.01)(grid, 3)
 
 
 def test_min_replies_is_a_share() -> None:

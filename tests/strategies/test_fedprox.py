@@ -88,12 +88,13 @@ def test_the_gradient_is_mu_times_the_drift_and_not_a_unit_vector() -> None:
             params["w"] += scale * numbers(4, -8)
 
 
-def test_a_parameter_without_a_gradient_is_left_alone() -> None:
+def test_a_parameter_that_the_loss_does_not_use_is_still_held() -> None:
     params = parameter(1, -2)
     hook = Proximal(0.5)
     hook.begin(params)
+    params["w"].data += 3  # as an earlier batch may have done
     hook.correct(params)
-    assert params["w"].grad is None
+    assert params["w"].grad is not None and params["w"].grad.tolist() == [1.5, 1.5]
     assert hook.extra_loss(params) is None
 
 

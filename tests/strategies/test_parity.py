@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from flwr.app import ArrayRecord
 
 from fedfrozen_app.strategies import (
     FedAdagrad,
@@ -20,8 +21,9 @@ from fedfrozen_app.strategies import (
     ServerRule,
 )
 from fedfrozen_app.strategies.sampling import sample_cohort
+from fedfrozen_app.transport.arrays import to_tensors
 from tests.references import rules
-from tests.strategies.clients import EXAMPLES, Clients, MlpWorker
+from tests.strategies.clients import EXAMPLES, Clients, MlpWorker, equal
 
 ROUNDS, SEED = 5, 1
 LOCAL = {"lr": 0.13, "weight_decay": 0.03}
@@ -127,6 +129,26 @@ def test_the_cohorts_are_those_of_the_sampler_and_differ_in_clients_and_steps(
     assert set(taken) == set(range(7)) and len(taken) > 7  # all take part, some come back
     steps = {c: len(given) for one in worker.rounds.values() for c, given in one.items()}
     assert steps == {0: 1, 1: 2, 2: 2, 3: 3, 4: 4, 5: 5, 6: 6}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_entries_are_told_by_name_whatever_their_order_in_a_reply(
+    tmp_path: Path, case: str
+) -> None:
+    rule_type, options, _, _ = CASES[case]
+    clients = Clients(MlpWorker(tmp_path))
+    rule = rule_type(**options)
+    x = clients.worker.initial_weights()
+    expected = clients.run(rule_type(**options), 3, x)
+    for server_round in (1, 2, 3):
+        replies = clients.replies(rule, server_round, x)
+        for reply in replies[:-1]:
+            turned = dict(reversed(reply.content["arrays"].items()))
+            reply.content["arrays"] = ArrayRecord(turned)
+        record, _ = rule.aggregate_train(server_round, replies)
+        assert record is not None
+        x = to_tensors(record)
+        assert equal(x, expected[server_round - 1])
 
 
 def test_fednova_with_momentum_and_mu_together_equals_a_simulation(tmp_path: Path) -> None:

@@ -86,7 +86,35 @@ def test_the_correction_adds_c_and_takes_c_i_away() -> None:
     params["w"].grad = numbers(10, 10)
     hook.correct(params)
     assert params["w"].grad.tolist() == [10.5, 4]
-    assert params["head"].grad is None  # what the batch did not use stays unused
+    # the loss does not use the head: its gradient is zero, and 0 - c_i + c is left
+    assert params["head"].grad is not None and params["head"].grad.tolist() == [2]
+
+
+def test_a_parameter_that_one_client_alone_uses_reaches_its_optimum() -> None:
+    # client 0: (w - 4)^2 / 2, client 1 does not use w: the mean of the losses is least at 4
+    x = {"w": numbers(0)}
+    c, own = {"w": numbers(0)}, [{"w": numbers(0)}, {"w": numbers(0)}]
+    selection = Selection.build("all", x)
+    for _ in range(400):
+        ends, deltas = [], []
+        for client in (0, 1):
+            params = {"w": nn.Parameter(x["w"].clone())}
+            optimizer = torch.optim.SGD(params.values(), lr=0.1)
+            hook = Correction(c, own[client], selection)
+            hook.begin(params)
+            for _ in range(5):
+                optimizer.zero_grad()
+                if client == 0:
+                    ((params["w"] - 4) ** 2 / 2).sum().backward()
+                hook.correct(params)
+                optimizer.step()
+            ends.append(params["w"].detach())
+            following = next_control(c, own[client], x, {"w": ends[-1]}, 0.5)
+            deltas.append(following["w"] - own[client]["w"])
+            own[client] = following
+        x = {"w": (ends[0] + ends[1]) / 2}
+        c = {"w": c["w"] + (deltas[0] + deltas[1]) / 2}
+    assert abs(float(x["w"]) - 4) < 1e-6
 
 
 def test_one_round_from_zero_controls_equals_fedavg_with_equal_weights(tmp_path: Path) -> None:
@@ -185,7 +213,7 @@ def test_num_clients_may_count_more_than_those_that_are_connected() -> None:
     [
         ({"server_lr": 0.0}, r"server_lr must be > 0, got 0\.0"),
         ({"server_lr": -1.0}, r"server_lr must be > 0, got -1\.0"),
-        ({"num_clients": -1}, "num_clients must be >= 0, got -1; 0 = as connected"),
+        ({"num_clients": -1}, "num_clients must be >= 0, got -1; use 0 for as connected"),
     ],
 )
 def test_options_out_of_range_are_refused(options: dict[str, Any], message: str) -> None:

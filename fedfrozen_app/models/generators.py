@@ -47,7 +47,7 @@ Memory = Literal["stored", "regenerated"]
 # Entries of G drawn at once, a block that a core's cache can hold. Blocks have random streams
 # of their own: another size would make other factors of the same seed.
 BLOCK_ENTRIES = 2**19
-# Entries worked on at once; changes no result.
+# Entries worked on at once within a block, a multiple of 4; changes no factor.
 BLOCK_WEIGHTS = 2**16
 QUANTILE_SCALE = 4096
 
@@ -143,40 +143,53 @@ class GaussianColumns(Columns):
         super().__init__(shape, rank)
         self.seed, self.purpose, self.device = seed, f"latent-columns/{name}", device
         self.block_rows = max(1, BLOCK_ENTRIES // (rank * self.row_size))
-        self.stored: list[Tensor] | None = [] if memory == "stored" else None
+        self.stored: list[Tensor] | None = None
         gram = torch.zeros(rank, rank, dtype=torch.float64)
-        for i in range(math.ceil(self.num_rows / self.block_rows)):
-            block = self._draw(i)
+        blocks = []
+        for _, block in self._draws():
             for part in torch.split(block, max(1, BLOCK_WEIGHTS // rank)):
                 exact = part.double()
                 gram += exact.t() @ exact
-            if self.stored is not None:
-                self.stored.append(block.to(device))
+            if memory == "stored":
+                blocks.append(block.to(device, copy=True))
+        self.stored = blocks if memory == "stored" else None
         self.inverse_t = whiten(gram, torch.eye(rank, dtype=torch.float64)).to(device)
 
-    def _draw(self, index: int) -> Tensor:
-        """Return a block of G, int16 [weights, r]."""
-        rows = min(self.block_rows, self.num_rows - index * self.block_rows)
-        drawn = gaussian_integers(rows * self.row_size * self.rank, self.seed, self.purpose, index)
-        return drawn.view(-1, self.rank)
-
-    def _blocks(self) -> Iterator[tuple[slice, Tensor]]:
+    def _draws(self) -> Iterator[tuple[slice, Tensor]]:
+        """Yield G by blocks of rows of the weights, int16 [weights, r], in one buffer."""
+        buffer = np.empty(self._buffer_size, np.int16)
         for i, start in enumerate(range(0, self.num_rows, self.block_rows)):
-            block = self.stored[i] if self.stored is not None else self._draw(i).to(self.device)
-            yield slice(start, start + self.block_rows), block
+            stop = min(start + self.block_rows, self.num_rows)
+            drawn = buffer[: (stop - start) * self.row_size * self.rank]
+            draw_normal_(drawn, self.seed, self.purpose, i)
+            yield slice(start, stop), torch.from_numpy(drawn).view(-1, self.rank)
+
+    def _blocks(self, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
+        """Yield G by blocks of rows of the weights [weights, r] in ``dtype``, in one buffer."""
+        buffer = torch.empty(self._buffer_size, dtype=dtype, device=self.device)
+        starts = range(0, self.num_rows, self.block_rows)
+        slices = (slice(start, start + self.block_rows) for start in starts)
+        blocks = self._draws() if self.stored is None else zip(slices, self.stored, strict=True)
+        for rows, block in blocks:
+            yield rows, buffer[: block.numel()].view(block.shape).copy_(block)
+
+    @property
+    def _buffer_size(self) -> int:
+        # Of one size for all tensors: holes of many sizes would add up in the heap.
+        return max(BLOCK_ENTRIES, self.row_size * self.rank)
 
     def expand(self, coefficients: Tensor) -> Iterator[tuple[slice, Tensor]]:
         """Yield G (R^-1 w) by blocks."""
         mixed = (self.inverse_t.t() @ coefficients.double()).to(coefficients.dtype)
-        for rows, block in self._blocks():
-            weights = block.to(mixed.dtype) @ mixed
+        for rows, block in self._blocks(mixed.dtype):
+            weights = block @ mixed
             yield rows, weights.masked_fill_(weights == 0, -0.0).view(-1, self.row_size)
 
     def contract(self, gradient: Tensor, dtype: torch.dtype) -> Tensor:
         """Return R^-T (G^T g)."""
         total = torch.zeros(self.rank, dtype=torch.float64, device=gradient.device)
-        for rows, block in self._blocks():
-            total += block.to(dtype).t() @ gradient[rows].reshape(-1).to(dtype)
+        for rows, block in self._blocks(dtype):
+            total += block.t() @ gradient[rows].reshape(-1).to(dtype)
         return (self.inverse_t @ total).to(dtype)
 
 
@@ -190,12 +203,15 @@ def quantiles() -> npt.NDArray[np.int16]:
     return values
 
 
-def gaussian_integers(count: int, seed: int, purpose: str, index: int = 0) -> Tensor:
-    """Return int16 [count] normal draws times 4096, from the generator's raw 64-bit words."""
-    words = numpy_generator(seed, purpose, index).bit_generator.random_raw(-(-count // 4))
-    # Least significant 16 bits first, on machines of either byte order.
-    halves = words.astype("<u8", copy=False).view("<u2")[:count]
-    return torch.from_numpy(quantiles().take(halves))
+def draw_normal_(out: npt.NDArray[np.int16], seed: int, purpose: str, index: int = 0) -> None:
+    """Fill ``out`` [n] with normal draws times 4096 from a generator's raw 64-bit words."""
+    words = numpy_generator(seed, purpose, index).bit_generator
+    for start in range(0, len(out), BLOCK_WEIGHTS):
+        part = out[start : start + BLOCK_WEIGHTS]
+        drawn = words.random_raw(-(-len(part) // 4))
+        # Least significant 16 bits first, on machines of either byte order.
+        halves = drawn.astype("<u8", copy=False).view("<u2")[: len(part)]
+        quantiles().take(halves, out=part, mode="clip")
 
 
 def whiten(gram: Tensor, rows: Tensor) -> Tensor:
@@ -223,7 +239,9 @@ def orthonormal_rows(rank: int, dim: int, *, seed: int, name: str) -> Tensor:
     """Return V^T [r, d] in fp32, V = Q of the QR of a Gaussian [d, r]; needs d >= r."""
     if not 1 <= rank <= dim:
         raise ValueError(f"rank must be 1..{dim} for latents of {dim} entries, got {rank}")
-    drawn = gaussian_integers(dim * rank, seed, f"latent-basis/{name}").view(dim, rank).double()
+    integers = np.empty(dim * rank, np.int16)
+    draw_normal_(integers, seed, f"latent-basis/{name}")
+    drawn = torch.from_numpy(integers).view(dim, rank).double()
     return whiten(drawn.t() @ drawn, drawn.t()).float()
 
 

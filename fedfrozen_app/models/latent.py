@@ -155,12 +155,7 @@ class LatentMapping:
                 f"latent-rank must be 1..latent-dim, got rank {rank} and dim {dim}; a factor V "
                 f"of {dim} rows has at most {dim} orthonormal columns"
             )
-        entries = [e for e in selection.entries if _is_mapped(e, head)]
-        if not entries:
-            raise ValueError(
-                f"frozen={selection.spec!r} leaves no weight of a linear or convolution layer to "
-                "map; freeze less, for example frozen=query-key"
-            )
+        entries = mapped_entries(selection, head)
         self.dim, self.rank, self.seed = dim, rank, seed
         self.generator, self.memory = generator, memory
         self.device = torch.device(device)
@@ -316,10 +311,11 @@ def identity_error(
 ) -> float:
     """Return max |mean_k theta(z_k) - theta(mean_k z_k)| over all mapped weights.
 
-    Weights are made in the base's type, as clients and server hold them; the mean over the K
-    clients is taken in float64, so that what is left is the rounding of theta alone: half a
-    unit in the last place, 6e-8 for fp32 weights below 1 in magnitude. One tensor at a time, so
-    it takes the memory of a few copies of the largest one, and K + 1 passes over the factors.
+    Weights are made in the base's type, as clients and server hold them, and the mean over the
+    K clients is taken in float64. What is left is the rounding of theta itself, at most one
+    unit in the last place: 6e-8 for fp32 weights of magnitude 0.5 to 1, twice that up to 2. One
+    tensor at a time, in the memory of a few copies of the largest one and K + 1 passes over
+    the factors.
 
     Raises
     ------
@@ -345,6 +341,23 @@ def identity_error(
 
 
 # --- what is mapped ---------------------------------------------------------------------
+def mapped_entries(selection: Selection, head: str = "") -> list[Entry]:
+    """Return the entries that a map over a selection moves.
+
+    Raises
+    ------
+    ValueError
+        If there are none.
+    """
+    entries = [entry for entry in selection.entries if _is_mapped(entry, head)]
+    if not entries:
+        raise ValueError(
+            f"frozen={selection.spec!r} leaves no weight of a linear or convolution layer to "
+            "map; freeze less, for example frozen=query-key"
+        )
+    return entries
+
+
 def _is_mapped(entry: Entry, head: str) -> bool:
     """Whether an entry is a layer's weight that trains, by its name and shape."""
     *path, name = entry.name.split(".")

@@ -17,7 +17,7 @@ from fedfrozen_app.models.generators import (
     Columns,
     GaussianColumns,
     SketchColumns,
-    gaussian_integers,
+    draw_normal_,
     make_columns,
     orthonormal_rows,
     quantiles,
@@ -38,7 +38,7 @@ from tests.models.test_generators import digest
 print(digest())
 """
 PEAK = """
-import sys, torch
+import torch
 torch.set_num_threads(1)
 from fedfrozen_app.models.generators import make_columns
 shape, megabytes = (701, 211, 3, 3), 1e6
@@ -66,6 +66,12 @@ def columns_of(generator: str, shape: tuple[int, ...], rank: int, **kwargs) -> C
 
 def normal(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(shape, generator=torch_generator(5, "values"), dtype=dtype)
+
+
+def gaussian_integers(count: int, seed: int, purpose: str) -> Tensor:
+    drawn = np.empty(count, np.int16)
+    draw_normal_(drawn, seed, purpose)
+    return torch.from_numpy(drawn)
 
 
 def bits(tensor: Tensor) -> bytes:
@@ -172,7 +178,7 @@ def test_sketch_signs_and_columns_follow_the_formula():
 @pytest.mark.parametrize(("shape", "rank"), SHAPES)
 def test_contract_is_the_adjoint_of_expand(generator, shape, rank, monkeypatch):
     monkeypatch.setattr(generators, "BLOCK_ENTRIES", 1009)
-    monkeypatch.setattr(generators, "BLOCK_WEIGHTS", 101)
+    monkeypatch.setattr(generators, "BLOCK_WEIGHTS", 100)
     columns = columns_of(generator, shape, rank)
     gradient = normal(*shape, dtype=torch.float64)
     expected = columns.dense(torch.float64).t() @ gradient.flatten()
@@ -186,7 +192,7 @@ def test_contract_is_the_adjoint_of_expand(generator, shape, rank, monkeypatch):
 @pytest.mark.parametrize("generator", GENERATORS)
 def test_write_adds_the_dense_product_whatever_the_strides(generator, monkeypatch):
     monkeypatch.setattr(generators, "BLOCK_ENTRIES", 1009)
-    monkeypatch.setattr(generators, "BLOCK_WEIGHTS", 101)
+    monkeypatch.setattr(generators, "BLOCK_WEIGHTS", 100)
     columns, w = columns_of(generator, (37, 11), 7), normal(7)
     whole, base = torch.full((37, 33), 5.0), normal(37, 33)
     columns.write_(whole[:, 11:22], base[:, 11:22], w)
@@ -281,9 +287,11 @@ def test_regenerated_equals_stored_bit_for_bit(shape, rank, monkeypatch):
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")
 def test_peak_memory():
     """Of 1.33 million weights: 85 MB of draws at rank 32, 170 MB as a dense fp32 factor."""
-    sketch, regenerated, stored = map(float, run(PEAK).split())
-    assert sketch < 8
-    assert regenerated < 16
+    # Allocations of their own pages leave no holes in a heap, so what is resident is in use.
+    peaks = run(PEAK, MALLOC_MMAP_THRESHOLD_="65536")
+    sketch, regenerated, stored = map(float, peaks.split())
+    assert sketch < 4
+    assert regenerated < 10
     assert 80 < stored < 110
 
 

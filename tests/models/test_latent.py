@@ -157,6 +157,13 @@ def test_names_tell_the_same_layers_as_classes(family):
     assert names == sorted(names, key=order.index)
 
 
+def test_names_of_norms_and_tables_are_told_from_layers():
+    layers = {"patch_embed": nn.Conv2d(3, 5, 2), "tok_emb": nn.Embedding(7, 5)}
+    model = nn.ModuleDict({**layers, "norm1": nn.LayerNorm((3, 5)), "mixer": nn.Linear(5, 5)})
+    names = [tensor.key for tensor in mapping_of(model).tensors]
+    assert names == ["patch_embed.weight", "mixer.weight"]
+
+
 def test_a_head_of_another_name_is_left_out_when_told():
     model = nn.ModuleDict({"body": nn.Linear(5, 7), "decoder": nn.Linear(7, 3)})
     assert [t.key for t in mapping_of(model).tensors] == ["body.weight", "decoder.weight"]
@@ -253,6 +260,16 @@ def test_frozen_columns_of_gpt2_do_not_move(generator):
     assert base[name].shape == (22, 66)
     assert torch.equal(arrays[name][:, :44], base[name][:, :44])
     assert (arrays[name][:, 44:] != base[name][:, 44:]).all()
+
+
+@pytest.mark.parametrize("generator", GENERATORS)
+def test_layers_of_one_shape_have_factors_of_their_own(generator):
+    mapping = mapping_of(tiny_vit(), generator=generator)
+    named = {tensor.key: tensor for tensor in mapping.tensors}
+    first, second = named["blocks.0.mlp.fc1.weight"], named["blocks.1.mlp.fc1.weight"]
+    for a, b in ((first.columns.dense(), second.columns.dense()), (first.basis_t, second.basis_t)):
+        assert torch.cosine_similarity(a.flatten(), b.flatten(), dim=0).abs() < 0.4
+        assert a.shape == b.shape
 
 
 def test_active_arrays_do_as_well_as_whole_ones():
@@ -405,11 +422,13 @@ def test_weights_that_the_forward_pass_left_out_have_no_gradient():
 
 
 # --- training ---------------------------------------------------------------------------
-def train(model: nn.Module, training: LatentTraining, steps: int, seed: int = 5) -> list[float]:
+def train(
+    model: nn.Module, training: LatentTraining, steps: int, seed: int = 5, lr: float = 0.3
+) -> list[float]:
     generator = torch_generator(seed, "images")
     x = torch.randn(23, 3, 10, 10, generator=generator)
     y = torch.randint(7, (23,), generator=generator)
-    optimizer = torch.optim.Adam(training.parameters().values(), lr=0.3)
+    optimizer = torch.optim.Adam(training.parameters().values(), lr=lr)
     losses = []
     for _ in range(steps):
         loss = F.cross_entropy(model(x), y)
@@ -479,7 +498,7 @@ def test_a_round_of_two_clients_on_latents_is_a_round_on_weights():
         client = copy.deepcopy(model)
         freeze_(client, mapping.selection)
         training = LatentTraining(mapping, client, mapping.flat_zero(), base)
-        train(client, training, 7, seed)
+        train(client, training, 7, seed, lr=0.02)
         zs.append(training.latent.detach())
         weights.append(clone(client))
     center = clone(model)
@@ -488,6 +507,7 @@ def test_a_round_of_two_clients_on_latents_is_a_round_on_weights():
         mean = torch.stack([w[name] for w in weights]).mean(0)
         torch.testing.assert_close(tensor, mean, rtol=0, atol=1e-7)
     assert (zs[0] - zs[1]).abs().max() > 0.05
+    assert all(float(view.abs().max()) < 1 for view in mapping.views(center).values())
     assert identity_error(mapping, base, zs) <= 1e-7
 
 

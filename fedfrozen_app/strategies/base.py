@@ -12,7 +12,7 @@ import itertools
 import math
 import secrets
 from abc import abstractmethod
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from logging import ERROR, INFO
 from typing import Any, ClassVar, Generic, Self, TypeVar
@@ -140,6 +140,7 @@ class ServerRule(FlowerFedAvg, Generic[C, S]):
     config_type: ClassVar[type[Any]]
     state_type: ClassVar[type[Any]]
     required_metrics: ClassVar[tuple[str, ...]] = ()  # positive numbers every reply must bring
+    any_entries: ClassVar[bool] = True  # whether it also averages what is no weight, as latents
 
     def __init__(
         self,
@@ -162,6 +163,7 @@ class ServerRule(FlowerFedAvg, Generic[C, S]):
         self.state: S = self.state_type()
         self.run = secrets.token_hex(16)  # names what clients keep for this run
         self._selected = ALL  # what the names and shapes of the state belong to
+        self.watch: Callable[[Tensors], None] | None = None  # is shown every accepted y_i
         self._grid: Grid | None = None
         self._sent: list[Message] = []
         self._global: Tensors = {}
@@ -205,6 +207,10 @@ class ServerRule(FlowerFedAvg, Generic[C, S]):
         """Follow a new selection: drop the state of what left, start what came at zero."""
         self.state = self.state.follow(self._selected, selection)
         self._selected = selection.spec
+
+    def forget_moments(self) -> None:
+        """Begin afresh: what is averaged from now on has nothing to do with what was."""
+        self.state = self.state_type()
 
     def state_dict(self) -> dict[str, Any]:
         """Return what crosses rounds beside the model: the moments by field and name."""
@@ -362,5 +368,7 @@ class ServerRule(FlowerFedAvg, Generic[C, S]):
             clients.append(client_of_reply(reply))
             buffers.add(entries, weight)
             arrays = {name: wide(tensor) for name, tensor in trained(entries, self.buffers).items()}
+            if self.watch is not None:
+                self.watch(arrays)
             del entries, record
             yield Update(clients[-1], weight, arrays, metrics, extra)

@@ -5,6 +5,7 @@ x <- sum_i p_i y_i with p_i = n_i / sum_j n_j over the clients that replied.
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from fedfrozen_app.strategies.base import ServerRule, State, Update
 from fedfrozen_app.strategies.mean import Mean, Tensors
@@ -12,20 +13,26 @@ from fedfrozen_app.strategies.mean import Mean, Tensors
 
 @dataclass(frozen=True)
 class FedAvgConfig:
-    """FedAvg has no parameters of its own."""
+    """weighting : {"examples", "uniform"}, what p_i is: n_i's share, or the same for all."""
+
+    weighting: Literal["examples", "uniform"] = "examples"
+
+    def __post_init__(self) -> None:
+        if self.weighting not in ("examples", "uniform"):
+            raise ValueError(f"weighting must be examples or uniform, got {self.weighting!r}")
 
 
-def weighted_mean(updates: Iterable[Update]) -> Tensors:
-    """Return sum_i p_i y_i."""
+def weighted_mean(updates: Iterable[Update], *, uniform: bool = False) -> Tensors:
+    """Return sum_i p_i y_i, with p_i by examples or the same for all."""
     mean = Mean()
     for update in updates:
-        mean.add(update.arrays, update.num_examples)
+        mean.add(update.arrays, 1.0 if uniform else update.num_examples)
     return mean.value
 
 
 def aggregate(state: State, updates: Iterator[Update], config: FedAvgConfig) -> State:
-    """Return the state with x the mean of the clients' models, weighted by their examples."""
-    return replace(state, x=weighted_mean(updates))
+    """Return the state with x the mean of the clients' models."""
+    return replace(state, x=weighted_mean(updates, uniform=config.weighting == "uniform"))
 
 
 class FedAvg(ServerRule[FedAvgConfig, State]):

@@ -68,6 +68,7 @@ class FedNova(ServerRule[FedNovaConfig, State]):
     """FedNova; its clients report tau_i, the optimiser steps they took, as metric ``steps``."""
 
     config_type, state_type = FedNovaConfig, State
+    any_entries = False
     required_metrics = (STEPS,)
 
     def instructions(self, client: int) -> Instructions:

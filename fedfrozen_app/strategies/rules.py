@@ -17,6 +17,7 @@ from fedfrozen_app.strategies.scaffold import Scaffold
 RULES: dict[str, type[ServerRule[Any, Any]]] = {
     "fedavg": FedAvg,
     "fedfrozen": FedAvg,  # the freeze is the wrapper's
+    "latent": FedAvg,  # and so are latents
     "fedprox": FedProx,
     "scaffold": Scaffold,
     "fednova": FedNova,

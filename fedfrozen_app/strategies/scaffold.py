@@ -149,6 +149,7 @@ class Scaffold(ServerRule[ScaffoldConfig, ScaffoldState]):
     """
 
     config_type, state_type = ScaffoldConfig, ScaffoldState
+    any_entries = False
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)

@@ -175,6 +175,11 @@ class RunConfig(BaseModel):
         3600.0, gt=0, description="seconds to wait for a round's replies (Flower runtime)"
     )
     eval_every: int = Field(1, ge=0, description="central test every N rounds; 0 = only at the end")
+    weighting: Literal["auto", "examples", "uniform"] = Field(
+        "auto",
+        description="the clients' weights in fedavg's mean: their examples, or the same for all; "
+        "auto = uniform with strategy=latent, else examples",
+    )
     # --- freeze -----------------------------------------------------------------------
     frozen: str = Field(
         "auto",
@@ -244,6 +249,15 @@ class RunConfig(BaseModel):
     latent_rank: int = Field(32, ge=1, description="rank of the frozen factors")
     generator: Literal["gaussian-qr", "sketch"] = Field(
         "gaussian-qr", description="how the frozen factors are drawn"
+    )
+    generator_memory: Literal["stored", "regenerated"] = Field(
+        "stored",
+        description="gaussian-qr factors: kept by each client, or made again in every pass",
+    )
+    latent_lr: float = Field(0.01, gt=0, description="Adam's learning rate for the latent")
+    latent_weight_decay: float = Field(1e-4, ge=0, description="weight decay of the latent")
+    latent_clip_norm: float = Field(
+        1.0, ge=0, description="gradient norm bound of the latent; 0 = no clipping"
     )
     latent_bits: Literal[32, 8, 4] = Field(32, description="bits per latent entry on the wire")
     compression: str = Field(
@@ -343,11 +357,17 @@ class RunConfig(BaseModel):
 
     @property
     def resolved_warmup_rounds(self) -> int:
-        """Return T_warm in rounds (arXiv:2605.06446); ``rounds`` where nothing is frozen."""
-        if self.resolved_frozen == "all":
+        """Return T_warm in rounds (arXiv:2605.06446); ``rounds`` where nothing is frozen.
+
+        With latents it is 0 unless a warm-up is set: FLITE on the pretrained base.
+        """
+        latent = self.strategy == "latent"
+        if self.resolved_frozen == "all" and not latent:
             return self.rounds
         if self.warmup_rounds >= 0:
             return self.warmup_rounds
+        if latent and self.warmup_ratio < 0:
+            return 0
         ratio = self.warmup_ratio if self.warmup_ratio >= 0 else DEFAULT_WARMUP_RATIO
         return rounds_of_ratio(ratio, self.rounds)
 
@@ -369,6 +389,13 @@ class RunConfig(BaseModel):
             return [most, most]
         is_range = isinstance(self.local_steps, str)
         return [int(str(self.local_steps).partition("-")[0]) if is_range else 1, most]
+
+    @property
+    def resolved_weighting(self) -> str:
+        """Return how clients weigh in FedAvg's mean."""
+        if self.weighting != "auto":
+            return self.weighting
+        return "uniform" if self.strategy == "latent" else "examples"
 
     @property
     def resolved_proximal_mu(self) -> float:

@@ -10,9 +10,7 @@ ADAPTIVE = ("fedadam", "fedyogi", "fedadagrad")  # server optimisers with a seco
 LANGUAGE_MODELS = ("tinygpt", "tinygpt-mini")
 TEXT_DATASETS = ("wikitext2", "Salesforce/wikitext")
 # Values that belong to the project's vocabulary but that this version cannot run yet.
-NOT_YET = {
-    "strategy": ("latent",),
-}
+NOT_YET = {}
 # (key, other key, values of the other with which the key acts): elsewhere it would do nothing
 ACTS_WITH = (
     ("proximal-mu", "strategy", ("fedprox", "fednova")),
@@ -27,6 +25,11 @@ ACTS_WITH = (
     ("latent-rank", "strategy", ("latent",)),
     ("latent-bits", "strategy", ("latent",)),
     ("generator", "strategy", ("latent",)),
+    ("generator-memory", "generator", ("gaussian-qr",)),
+    ("latent-lr", "strategy", ("latent",)),
+    ("latent-weight-decay", "strategy", ("latent",)),
+    ("latent-clip-norm", "strategy", ("latent",)),
+    ("weighting", "strategy", ("fedavg", "fedfrozen", "latent")),
     ("alpha", "partitioner", ("dirichlet",)),
     ("classes-per-client", "partitioner", ("shard",)),
     ("momentum", "optimizer", ("sgd",)),
@@ -95,6 +98,16 @@ def _without_effect(config: "RunConfig") -> Iterable[str]:
 
 
 def _rule_problems(config: "RunConfig") -> Iterable[str]:
+    if config.strategy == "latent" and config.value_l2 > 0:
+        yield (
+            f"value-l2={config.value_l2} acts on weights and with strategy=latent a latent trains; "
+            "set value-l2=0 (latent-weight-decay acts on the latent)"
+        )
+    if config.strategy == "latent" and config.latent_rank > config.latent_dim:
+        yield (
+            f"latent-rank must be <= latent-dim={config.latent_dim}, got {config.latent_rank}; "
+            "lower the rank or raise the dimension"
+        )
     if -1 < config.proximal_mu < 0:
         yield (
             f"proximal-mu must be >= 0 or -1 for auto, got {config.proximal_mu}; use 0 for FedAvg"
@@ -142,7 +155,8 @@ def _freeze_problems(config: "RunConfig") -> Iterable[str]:
             f"frozen=head trains only the head and head={config.head} never trains it, so nothing "
             "would train; set head=trainable or freeze something else"
         )
-    if config.frozen == "all" and max(config.warmup_rounds, config.warmup_ratio) >= 0:
+    warmup_set = max(config.warmup_rounds, config.warmup_ratio) >= 0
+    if config.frozen == "all" and warmup_set and config.strategy != "latent":
         yield (
             "frozen=all freezes nothing, so a warm-up has no effect; drop the warm-up key "
             "or name what to freeze, for example frozen=query-key"

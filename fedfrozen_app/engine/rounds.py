@@ -17,6 +17,7 @@ from fedfrozen_app.models.weights import check_weights
 from fedfrozen_app.runs.store import RoundMetrics, RunFolder, check_free
 from fedfrozen_app.strategies import FedFrozen, FreezeSchedule
 from fedfrozen_app.strategies.base import ServerRule
+from fedfrozen_app.strategies.latent import FedFrozenLatent, LatentConfig
 from fedfrozen_app.strategies.rules import build_rule
 from fedfrozen_app.training.local import perplexity
 from fedfrozen_app.training.worker import Worker, resident
@@ -46,7 +47,16 @@ def build_strategy(config: RunConfig, worker: Worker) -> FedFrozen:
         config.resolved_frozen,
         always=never_trained(config.head, worker.entries),
     )
-    return FedFrozen(rule, schedule=schedule, value_l2=config.value_l2)
+    if config.strategy != "latent":
+        return FedFrozen(rule, schedule=schedule, value_l2=config.value_l2)
+    latent = LatentConfig(
+        dim=config.latent_dim,
+        rank=config.latent_rank,
+        generator=config.generator,
+        memory=config.generator_memory,
+        seed=config.seed,
+    )
+    return FedFrozenLatent(rule, schedule=schedule, latent=latent, bits=config.latent_bits)
 
 
 class Federation:
@@ -141,7 +151,9 @@ class Federation:
             return "start"
         if not self.config.freezes:
             return "full"
-        return "frozen" if self.strategy.is_frozen(server_round) else "warmup"
+        if not self.strategy.is_frozen(server_round):
+            return "warmup"
+        return "latent" if self.config.strategy == "latent" else "frozen"
 
 
 def prepare(config: RunConfig) -> tuple[Worker, FedFrozen]:

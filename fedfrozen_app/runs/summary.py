@@ -8,7 +8,13 @@ from rich.table import Table
 
 from fedfrozen_app.runs.store import RoundMetrics
 
-PHASES = {"start": "start", "warmup": "warm-up", "frozen": "frozen", "full": "all"}
+PHASES = {
+    "start": "start",
+    "warmup": "warm-up",
+    "frozen": "frozen",
+    "latent": "latent",
+    "full": "all",
+}
 
 
 def format_bytes(count: float) -> str:

@@ -22,6 +22,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedfrozen_app.config import ConfigError, RunConfig
 from fedfrozen_app.models.freeze import train_mode_, trainable_parameters
+from fedfrozen_app.models.latent import LatentTraining
 from fedfrozen_app.seeds import derive_seed, numpy_generator, torch_generator
 from fedfrozen_app.training.hooks import Hook
 
@@ -54,7 +55,7 @@ class LocalTraining:
     epochs: int = 2
     steps: int = 0
     batch_size: int = 32
-    optimizer: Literal["sgd", "adamw"] = "sgd"
+    optimizer: Literal["sgd", "adamw", "adam"] = "sgd"
     lr: float = 0.01
     momentum: float = 0.9
     weight_decay: float = 0.0
@@ -77,14 +78,24 @@ class LocalTraining:
         )
 
 
-def local_work(config: RunConfig, server_round: int, partition_id: int) -> LocalTraining:
-    """Return how a client trains in a round.
+def local_work(
+    config: RunConfig, server_round: int, partition_id: int, *, latent: bool = False
+) -> LocalTraining:
+    """Return how a client trains in a round, its weights or (arXiv:2607.18343) a latent.
 
     With ``work=random`` the number of steps (or, without ``local-steps``, of epochs) is drawn
     uniformly from its range by (seed, server_round, partition_id): clients differ in how much
     they can do (arXiv:2007.07481, Sec. 5).
     """
     settings = LocalTraining.from_config(config)
+    if latent:
+        settings = replace(
+            settings,
+            optimizer="adam",
+            lr=config.latent_lr,
+            weight_decay=config.latent_weight_decay,
+            clip_norm=config.latent_clip_norm,
+        )
     if config.work == "fixed":
         return settings
     low, high = config.work_range
@@ -143,10 +154,13 @@ def train(
     server_round: int,
     partition_id: int,
     hooks: Sequence[Hook] = (),
+    latent: LatentTraining | None = None,
     optimizer: torch.optim.Optimizer | None = None,
     learning_rate: Callable[[int], float] | None = None,
 ) -> LocalResult:
     """Train the trainable parameters of ``model`` in place, with a fresh optimiser.
+
+    With ``latent`` that latent is trained in their place, and the weights follow it.
 
     Runs ``settings.epochs`` passes over the examples, or exactly ``settings.steps`` optimiser
     steps over as many reshuffled passes as it takes. A client without examples leaves the model
@@ -160,7 +174,7 @@ def train(
     if len(examples) == 0:
         return LocalResult(0, 0, 0.0, time.perf_counter() - started)
     where = (server_round, partition_id)
-    params = trainable_parameters(model)
+    params = trainable_parameters(model) if latent is None else latent.parameters()
     device = next(model.parameters()).device
     optimizer = optimizer or make_optimizer(params.values(), settings)
     train_mode_(model)
@@ -183,12 +197,16 @@ def train(
                 if (extra := hook.extra_loss(params)) is not None:
                     loss = loss + extra
             loss.backward()  # type: ignore[no-untyped-call]
+            if latent is not None:
+                latent.gather()
             for hook in hooks:
                 hook.correct(params)
             if settings.clip_norm > 0:
                 nn.utils.clip_grad_norm_(params.values(), settings.clip_norm, foreach=True)
             optimizer.step()
             optimizer.zero_grad()
+            if latent is not None:
+                latent.scatter()
             seen += len(y)
             steps += 1
     train_loss = float(loss_sum) / seen
@@ -256,6 +274,8 @@ def make_optimizer(
     lr, weight_decay = settings.lr, settings.weight_decay
     if settings.optimizer == "adamw":
         return torch.optim.AdamW(params, lr=lr, weight_decay=weight_decay, foreach=True)
+    if settings.optimizer == "adam":
+        return torch.optim.Adam(params, lr=lr, weight_decay=weight_decay, foreach=True)
     return torch.optim.SGD(
         params, lr=lr, momentum=settings.momentum, weight_decay=weight_decay, foreach=True
     )

@@ -12,9 +12,11 @@ from fedfrozen_app.data.datasets import load_dataset
 from fedfrozen_app.data.partition import make_partition
 from fedfrozen_app.data.partitioners import Indices
 from fedfrozen_app.models.freeze import freeze_, unfreeze_
+from fedfrozen_app.models.latent import LatentMapping, LatentTraining
 from fedfrozen_app.models.registry import create_model, model_spec
 from fedfrozen_app.models.selection import Selection
 from fedfrozen_app.models.weights import load_weights
+from fedfrozen_app.strategies.latent import LatentConfig
 from fedfrozen_app.training.hooks import Hook
 from fedfrozen_app.training.local import (
     Examples,
@@ -27,7 +29,7 @@ from fedfrozen_app.training.local import (
 )
 from fedfrozen_app.training.pretrain import base_weights
 from fedfrozen_app.transport.frozen_cache import FrozenCache
-from fedfrozen_app.transport.payload import Payload
+from fedfrozen_app.transport.payload import LATENT, Payload
 
 NODE_KEYS = ("data-dir", "cache-dir", "device", "threads")  # what a node may set for itself
 
@@ -55,6 +57,9 @@ class Worker:
         self._state = self.model.state_dict()
         self._selections: dict[str, Selection] = {}
         self.selection = self._selection_of("all")
+        self._maps: dict[str, LatentMapping] = {}
+        self._base: Mapping[str, torch.Tensor] = {}  # theta^pre of the latents
+        self._latent: LatentTraining | None = None  # None: the weights themselves train
 
     def _examples(self, split: str, rows: Indices) -> Examples:
         return self.dataset.examples(split, rows, self.spec, self.device)
@@ -93,6 +98,10 @@ class Worker:
             If the entries are not those of this model; the model is then unchanged.
         """
         selection = self._selection_of(payload.selection)
+        if payload.latent:
+            self._load_latent(payload, selection)
+            return
+        self._latent = None
         if payload.frozen is None:
             incoming, own = selection.parts(payload.active), selection.views(self._state)
         else:
@@ -102,6 +111,24 @@ class Worker:
             own[name].copy_(tensor)
         self.digest = payload.digest
         self._select(selection)
+
+    def _load_latent(self, payload: Payload, selection: Selection) -> None:
+        """Load base and latent of a message; the weights are set to what they stand for."""
+        if payload.frozen is not None:
+            _check_layout(payload.frozen, self._state)
+            self._base = payload.frozen
+            for name, tensor in self._base.items():
+                self._state[name].copy_(tensor)
+        key = f"{payload.latent} {payload.selection}"
+        if key not in self._maps:
+            config = LatentConfig.from_text(payload.latent)
+            self._maps = {key: config.mapping(selection, self.device)}
+        mapping = self._maps[key]
+        self._select(mapping.selection)
+        base = {name: tensor.to(self.device) for name, tensor in self._base.items()}
+        z = payload.active[LATENT].to(self.device)
+        self._latent = LatentTraining(mapping, self.model, z, base)
+        self.digest = payload.digest
 
     def _selection_of(self, spec: str) -> Selection:
         if spec not in self._selections:
@@ -129,6 +156,8 @@ class Worker:
 
     def active(self) -> dict[str, torch.Tensor]:
         """Return a copy of the active entries, on the CPU."""
+        if self._latent is not None:
+            return {LATENT: self._latent.latent.detach().to("cpu", copy=True)}
         half = self._state if self.selection.is_all else self.selection.split(self._state)[0]
         return {name: tensor.detach().to("cpu", copy=True) for name, tensor in half.items()}
 
@@ -151,11 +180,12 @@ class Worker:
         return train(
             self.model,
             self._examples("train", self.partition.clients[partition_id]),
-            local_work(self.config, server_round, partition_id),
+            local_work(self.config, server_round, partition_id, latent=self._latent is not None),
             seed=self.config.seed,
             server_round=server_round,
             partition_id=partition_id,
             hooks=hooks,
+            latent=self._latent,
         )
 
     def test(self) -> tuple[float, float]:

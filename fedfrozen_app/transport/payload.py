@@ -27,6 +27,8 @@ SERVER_ROUND, PARTITION_ID = "server-round", "partition-id"
 SELECTION, DIGEST, VALUE_L2 = "fedfrozen.selection", "fedfrozen.digest", "fedfrozen.value-l2"
 # key of the reply record of a client that lacks the frozen block
 MISSING = "fedfrozen.missing"
+# the one flat array of a latent, and what fixes its map
+LATENT, LATENT_MAPPING = "latent", "fedfrozen.latent"
 NUM_EXAMPLES, STEPS = "num-examples", "steps"
 # of FedProx, as Flower's own spells it
 PROXIMAL_MU = "proximal-mu"
@@ -56,6 +58,11 @@ class Payload:
     digest: str
     config: ConfigRecord
     extra: Mapping[str, dict[str, torch.Tensor]] = field(default_factory=dict)
+
+    @property
+    def latent(self) -> str:
+        """What fixes the map of a latent, as text; empty where weights travel."""
+        return str(self.config.get(LATENT_MAPPING, ""))
 
     @property
     def value_l2(self) -> float:
@@ -110,6 +117,11 @@ def mark(message: Message, selection: str, key: str, value_l2: float = 0.0) -> N
         config[VALUE_L2] = value_l2
     name = next(iter(message.content.config_records), CONFIG)
     message.content = RecordDict({**message.content, name: config})
+
+
+def mark_latent(message: Message, mapping: str) -> None:
+    """Write into a message's config that its arrays are a latent, and of which map."""
+    first_config(message)[LATENT_MAPPING] = mapping
 
 
 def attach_frozen(message: Message, block: ArrayRecord) -> None:

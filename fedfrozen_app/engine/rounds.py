@@ -102,7 +102,7 @@ class Federation:
     def _forget_clients(self) -> None:
         """Remove what clients of this machine have kept in files for the run."""
         if isinstance(rule := self.strategy.strategy, ServerRule):
-            forget(self.worker.client_states, rule.run)
+            forget(self.worker.client_states, rule.versions.run)
 
     def train_round(self, server_round: int, arrays: ArrayRecord) -> ArrayRecord:
         """Send the model out, aggregate the replies, return the next model."""

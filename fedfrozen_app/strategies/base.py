@@ -10,7 +10,6 @@ one; buffers are put together here, by the policy of :mod:`.buffers`.
 
 import itertools
 import math
-import secrets
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -38,18 +37,18 @@ from fedfrozen_app.strategies.replies import (
     layout_of,
 )
 from fedfrozen_app.strategies.sampling import Members, NodesAsTheyCome, sample_cohort
+from fedfrozen_app.strategies.versions import ClientVersions
 from fedfrozen_app.transport.arrays import to_record, to_tensors
 from fedfrozen_app.transport.payload import (
     PARTITION_ID,
     SERVER_ROUND,
     STEPS,
     Addressees,
+    Instructions,
     first_arrays,
     from_namespaces,
     to_namespaces,
 )
-
-Instructions = dict[str, str | int | float | list[str]]
 
 
 @dataclass(frozen=True)
@@ -161,7 +160,8 @@ class ServerRule(FlowerFedAvg, Generic[C, S]):
         self.min_replies = min_replies
         self.report = RoundReport()
         self.state: S = self.state_type()
-        self.run = secrets.token_hex(16)  # names what clients keep for this run
+        self.versions = ClientVersions()  # of what clients keep for this run
+        self.num_members = 0  # clients there are in the round
         self._selected = ALL  # what the names and shapes of the state belong to
         self.watch: Callable[[Tensors], None] | None = None  # is shown every accepted y_i
         self._grid: Grid | None = None
@@ -183,8 +183,10 @@ class ServerRule(FlowerFedAvg, Generic[C, S]):
             the next is asked for.
         """
 
-    def begin_round(self, clients: Collection[int]) -> None:  # noqa: B027 - optional
-        """See the clients there are, before any of them is addressed."""
+    @property
+    def keeps_on_clients(self) -> bool:
+        """Whether clients keep something between rounds, whose version a message must name."""
+        return False
 
     def instructions(self, client: int) -> Instructions:
         """Return what the train message to a client says beyond its round and partition."""
@@ -193,9 +195,6 @@ class ServerRule(FlowerFedAvg, Generic[C, S]):
     def extra_arrays(self, x: Tensors) -> dict[str, Tensors]:
         """Return what is sent beside x, by namespace; clients answer with the same entries."""
         return {}
-
-    def end_round(self, clients: list[int]) -> None:  # noqa: B027 - optional
-        """See whose replies entered the model, once that is settled."""
 
     def summary(self) -> None:
         """Log the rule's config and what Flower's strategies log."""
@@ -207,6 +206,7 @@ class ServerRule(FlowerFedAvg, Generic[C, S]):
         """Follow a new selection: drop the state of what left, start what came at zero."""
         self.state = self.state.follow(self._selected, selection)
         self._selected = selection.spec
+        self.versions.select(selection.spec)
 
     def forget_moments(self) -> None:
         """Begin afresh: what is averaged from now on has nothing to do with what was."""
@@ -217,9 +217,9 @@ class ServerRule(FlowerFedAvg, Generic[C, S]):
         moments = {name: dict(tensors) for name, tensors in self.state.moments().items()}
         return {
             "rule": type(self).__name__,
-            "run": self.run,
             "selection": self._selected,
             "moments": moments,
+            **self.versions.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -230,7 +230,8 @@ class ServerRule(FlowerFedAvg, Generic[C, S]):
                 "it into the same rule"
             )
         self.state = self.state_type(**state["moments"])
-        self.run, self._selected = state["run"], state["selection"]
+        self._selected = state["selection"]
+        self.versions.load_state_dict(state)
 
     # --- down -------------------------------------------------------------------------
     def _messages(
@@ -254,13 +255,17 @@ class ServerRule(FlowerFedAvg, Generic[C, S]):
         log(INFO, "%s: sampled %d of %d clients", kind, len(cohort), len(members))
         messages = []
         if train:
-            self.begin_round(members.keys())
+            self.num_members = len(members)
         for client in cohort:
-            said = self.instructions(client) if train else {}
+            said = self._said(client) if train else {}
             own = ConfigRecord({**config, **said, SERVER_ROUND: server_round, PARTITION_ID: client})
             content = RecordDict({self.arrayrecord_key: arrays, self.configrecord_key: own})
             messages.append(Message(content, members[client], kind, group_id=str(server_round)))
         return messages
+
+    def _said(self, client: int) -> Instructions:
+        kept = self.versions.instructions(client) if self.keeps_on_clients else {}
+        return {**self.instructions(client), **kept}
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -340,7 +345,8 @@ class ServerRule(FlowerFedAvg, Generic[C, S]):
         arrays = {name: entries[name].to(tensor.dtype) for name, tensor in sent.items()}
         self._check_finite(arrays, server_round)
         self.state = replace(following, x={})
-        self.end_round(clients)
+        if self.keeps_on_clients:
+            self.versions.accept(clients)
         contents = [RecordDict({"metrics": metrics}) for metrics in self.report.metrics]
         return to_record(arrays), self.train_metrics_aggr_fn(contents, self.weighted_by_key)
 

@@ -14,10 +14,10 @@ at zero in each round. With equal tau_i it is FedAvg.
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from fedfrozen_app.strategies.base import Instructions, ServerRule, State, Update, check_number
+from fedfrozen_app.strategies.base import ServerRule, State, Update, check_number
 from fedfrozen_app.strategies.effective_steps import effective_steps
 from fedfrozen_app.strategies.mean import Mean
-from fedfrozen_app.transport.payload import PROXIMAL_MU, STEPS
+from fedfrozen_app.transport.payload import PROXIMAL_MU, STEPS, Instructions
 
 
 @dataclass(frozen=True)

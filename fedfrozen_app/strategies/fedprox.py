@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from fedfrozen_app.strategies.base import Instructions, ServerRule, State, Update, check_number
+from fedfrozen_app.strategies.base import ServerRule, State, Update, check_number
 from fedfrozen_app.strategies.fedavg import weighted_mean
 from fedfrozen_app.training.hooks import Hook, Parameters
-from fedfrozen_app.transport.payload import PROXIMAL_MU
+from fedfrozen_app.transport.payload import PROXIMAL_MU, Instructions
 
 
 @dataclass(frozen=True)

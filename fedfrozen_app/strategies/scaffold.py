@@ -14,37 +14,23 @@ Server, with S the clients that replied, N all clients:
 With SGD momentum rho, tau_i eta_l is replaced by the sum of effective step sizes,
 eta_l ||a_i||_1 (:mod:`.effective_steps`), which makes c_i+ a mean of gradients again.
 
-A client's c_i+ counts once the server has used the reply it came with: each message says
-which version of its control that was (:data:`CONTROL_ACCEPTED`). So c stays the mean of all
-c_i when replies are lost or refused, and when the server goes back to before a client's last
-reply, but no further. Each message also names the selections that came into force since then
-(:data:`CONTROL_PATH`): what froze loses its control, and what trains again starts at zero, on
-a client that was away as on the server.
+A client's c_i+ counts once the server has used the reply it came with (:mod:`.versions`), so c
+stays the mean of all c_i when replies are lost or refused. What froze loses its control, and
+what trains again starts at zero, on a client that was away as on the server.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
+from flwr.app import ArrayRecord, ConfigRecord, Message
+from flwr.serverapp import Grid
 
 from fedfrozen_app.models.selection import Selection
-from fedfrozen_app.strategies.base import (
-    Instructions,
-    ServerRule,
-    State,
-    Update,
-    check_number,
-)
+from fedfrozen_app.strategies.base import ServerRule, State, Update, check_number
 from fedfrozen_app.strategies.mean import Mean, Tensors
 from fedfrozen_app.training.hooks import Hook, Parameters
-from fedfrozen_app.transport.payload import (
-    CONTROL,
-    CONTROL_ACCEPTED,
-    CONTROL_PATH,
-    CONTROL_VERSION,
-    RUN,
-)
+from fedfrozen_app.transport.payload import CONTROL
 
 
 @dataclass(frozen=True)
@@ -151,31 +137,28 @@ class Scaffold(ServerRule[ScaffoldConfig, ScaffoldState]):
     config_type, state_type = ScaffoldConfig, ScaffoldState
     any_entries = False
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self._known = 0  # clients there are in the round
-        self._version = 0  # rounds that counted; Flower's number starts again with every start
-        self._stages: list[str] = []  # the selections so far
-        self._accepted: dict[int, tuple[int, int]] = {}  # client -> version, stage of its c_i
+    @property
+    def keeps_on_clients(self) -> bool:
+        """Whether clients keep something between rounds: their controls."""
+        return True
 
-    def begin_round(self, clients: Collection[int]) -> None:
-        """See how many clients there are."""
-        self._known = len(clients)
-        if 0 < self.config.num_clients < self._known:
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Sample the round's clients and address a train message to each.
+
+        Raises
+        ------
+        ValueError
+            If there are more clients than ``num_clients``.
+        """
+        messages = super().configure_train(server_round, arrays, config, grid)
+        if 0 < self.config.num_clients < self.num_members:
             raise ValueError(
                 f"num_clients must be all clients there are, got {self.config.num_clients} and "
-                f"{self._known} are connected; raise it, or use 0 for as connected"
+                f"{self.num_members} are connected; raise it, or use 0 for as connected"
             )
-
-    def instructions(self, client: int) -> Instructions:
-        """Return which of its controls a client must go on from."""
-        accepted, stage = self._accepted.get(client, (0, 0))
-        return {
-            RUN: self.run,
-            CONTROL_VERSION: self._version + 1,
-            CONTROL_ACCEPTED: accepted,
-            CONTROL_PATH: self._stages[stage:],
-        }
+        return messages
 
     def extra_arrays(self, x: Tensors) -> dict[str, Tensors]:
         """Return c for every trained entry, in its dtype."""
@@ -185,28 +168,5 @@ class Scaffold(ServerRule[ScaffoldConfig, ScaffoldState]):
 
     def aggregate(self, state: ScaffoldState, updates: Iterator[Update]) -> ScaffoldState:
         """Return the next state."""
-        everyone = self.config.num_clients or self._known
+        everyone = self.config.num_clients or self.num_members
         return aggregate(state, updates, replace(self.config, num_clients=everyone))
-
-    def end_round(self, clients: list[int]) -> None:
-        """Note whose c_i+ counts now."""
-        self._version += 1
-        now = (self._version, len(self._stages))
-        self._accepted.update(dict.fromkeys(clients, now))
-
-    def select(self, selection: Selection) -> None:
-        """Follow a new selection, and remember it for clients that are away."""
-        super().select(selection)
-        self._stages.append(selection.spec)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return c, and which of its controls each client must go on from."""
-        clients = {client: list(pair) for client, pair in self._accepted.items()}
-        own = {"version": self._version, "stages": list(self._stages), "clients": clients}
-        return {**super().state_dict(), **own}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over a state returned by :meth:`state_dict`."""
-        super().load_state_dict(state)
-        self._version, self._stages = state["version"], list(state["stages"])
-        self._accepted = {int(c): (pair[0], pair[1]) for c, pair in state["clients"].items()}

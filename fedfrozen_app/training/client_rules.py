@@ -1,30 +1,21 @@
 """What a message's rule asks of a client: hooks for the loop, and what goes back beside y."""
 
 from collections.abc import Mapping
-from logging import WARNING
 from pathlib import Path
 
 import torch
 from flwr.app import RecordDict
-from flwr.supercore import log
 
 from fedfrozen_app.models.reselect import reselect
 from fedfrozen_app.models.selection import Selection
 from fedfrozen_app.strategies.fedprox import Proximal
 from fedfrozen_app.strategies.scaffold import Correction, next_control
 from fedfrozen_app.training.hooks import Hook, ValueL2
+from fedfrozen_app.training.kept import KeptByVersion, Tensors
 from fedfrozen_app.transport.client_state import ClientState
-from fedfrozen_app.transport.payload import (
-    CONTROL,
-    CONTROL_ACCEPTED,
-    CONTROL_PATH,
-    CONTROL_VERSION,
-    RUN,
-    Payload,
-    to_namespaces,
-)
+from fedfrozen_app.transport.payload import CONTROL, RUN, Payload, to_namespaces
 
-Tensors = dict[str, torch.Tensor]
+LOST_CONTROL = "client %d has lost its SCAFFOLD control of version %d and takes the server's"
 
 
 class ClientControl:
@@ -45,39 +36,19 @@ class ClientControl:
     def __init__(
         self, payload: Payload, selection: Selection, kept: ClientState, partition_id: int
     ) -> None:
-        self._payload, self._selection, self._kept = payload, selection, kept
-        self._version = int(payload.config[CONTROL_VERSION])  # type: ignore[arg-type]
-        self._accepted = int(payload.config[CONTROL_ACCEPTED])  # type: ignore[arg-type]
+        self._payload, self._selection = payload, selection
+        self._kept = KeptByVersion(payload, selection, kept)
         self.c = payload.extra[CONTROL]
         zero = {name: torch.zeros_like(c) for name, c in self.c.items()}
-        stored = self._stored(partition_id)
+        stored = self._kept.take(reselect, LOST_CONTROL, partition_id)
+        if stored is None:
+            stored = self.c  # the mean of all: this round it is not corrected
         self.c_i = {**zero, **{name: stored[name] for name in stored.keys() & self.c.keys()}}
 
     @property
     def hook(self) -> Correction:
         """The correction c - c_i of the local steps."""
         return Correction(self.c, self.c_i, self._selection)
-
-    def _stored(self, partition_id: int) -> Tensors:
-        """Return c_i as kept, carried through the selections since then."""
-        kept = self._kept.get(self._accepted)
-        if kept is None:
-            if self._accepted > 0:
-                log(
-                    WARNING,
-                    "client %d has lost version %d of its SCAFFOLD control and takes the server's",
-                    partition_id,
-                    self._accepted,
-                )
-                return self.c  # the mean of all: this round it is not corrected
-            return {}
-        control, before = kept.tensors, kept.selection
-        entries = {e.name: torch.empty(e.shape, device="meta") for e in self._selection.entries}
-        path: list[str] = self._payload.config.get(CONTROL_PATH, [])  # type: ignore[assignment]
-        for spec in path:
-            control = reselect(control, before, Selection.build(spec, entries))
-            before = spec
-        return control
 
     def finish(self, y: Mapping[str, torch.Tensor], step_sizes: float) -> Tensors:
         """Keep c_i+ and return Delta c_i; ``step_sizes`` is the sum of effective step sizes."""
@@ -88,7 +59,7 @@ class ClientControl:
             for tensors in (self._payload.active, y)
         )
         following = next_control(self.c, self.c_i, x, y, step_sizes)
-        self._kept.put(self._version, self._accepted, following, self._selection.spec)
+        self._kept.put(following)
         return {name: following[name] - self.c_i[name] for name in following}
 
 

@@ -91,7 +91,7 @@ def with_feedback(
         If a residual has another shape than its entry, and as :meth:`Codec.encode`.
     """
     layout = layout_of_tensors(delta) if layout is None else layout
-    errors, extra = from_namespaces(residual)
+    errors, extra = from_namespaces(residual, (START,))
     total = {
         name: _sum(name, delta[name].detach(), errors.get(name)) for name in trained_names(layout)
     }

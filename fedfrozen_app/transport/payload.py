@@ -12,7 +12,7 @@ Flower allows one array record in a reply, so what travels beside the model has 
 own in it: ``control/NAME`` next to ``NAME``.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -32,12 +32,15 @@ LATENT, LATENT_MAPPING = "latent", "fedfrozen.latent"
 NUM_EXAMPLES, STEPS = "num-examples", "steps"
 # of FedProx, as Flower's own spells it
 PROXIMAL_MU = "proximal-mu"
-# of SCAFFOLD: the namespace of controls, which version a client makes now, the one it goes on
-# from, and the selections since that
+# the namespace of SCAFFOLD's controls
 CONTROL = "control"
 NAMESPACES = (CONTROL,)
-RUN, CONTROL_VERSION = "fedfrozen.run", "fedfrozen.control-version"
-CONTROL_ACCEPTED, CONTROL_PATH = "fedfrozen.control-accepted", "fedfrozen.control-path"
+# of what clients keep: the run, which version a client makes now, the one it goes on from, and
+# the selections since that
+RUN, VERSION = "fedfrozen.run", "fedfrozen.version"
+ACCEPTED, PATH = "fedfrozen.accepted", "fedfrozen.path"
+
+Instructions = dict[str, str | int | float | list[str]]  # of a server to one client
 
 
 class MissingFrozenBlock(LookupError):
@@ -79,10 +82,10 @@ class Payload:
         return float(value) if isinstance(value, int | float) else 0.0
 
 
-def is_extra(key: str) -> bool:
+def is_extra(key: str, namespaces: Collection[str] = NAMESPACES) -> bool:
     """Whether a key belongs to a namespace; names of models may have slashes of their own."""
     namespace, slash, _ = key.partition("/")
-    return bool(slash) and namespace in NAMESPACES
+    return bool(slash) and namespace in namespaces
 
 
 def to_namespaces(extra: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
@@ -95,14 +98,14 @@ def to_namespaces(extra: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, 
 
 
 def from_namespaces(
-    entries: Mapping[str, torch.Tensor],
+    entries: Mapping[str, torch.Tensor], namespaces: Collection[str] = NAMESPACES
 ) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, torch.Tensor]]]:
     """Return the model's own entries, and the others by namespace and name."""
     own: dict[str, torch.Tensor] = {}
     extra: dict[str, dict[str, torch.Tensor]] = {}
     for key, tensor in entries.items():
         namespace, _, name = key.partition("/")
-        if is_extra(key):
+        if is_extra(key, namespaces):
             extra.setdefault(namespace, {})[name] = tensor
         else:
             own[key] = tensor

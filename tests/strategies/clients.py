@@ -279,7 +279,7 @@ class Clients:
         state = self.grid._states.get(client + 1)
         if state is None:
             return {}
-        kept = ClientState(state, self.worker.client_states, rule.run, client, CONTROL)
+        kept = ClientState(state, self.worker.client_states, rule.versions.run, client, CONTROL)
         version = kept.get(accepted)
         return {} if version is None else version.tensors
 

@@ -22,8 +22,8 @@ from fedfrozen_app.transport.client_state import ClientState, Kept
 from fedfrozen_app.transport.frozen_cache import FrozenCache
 from fedfrozen_app.transport.ledger import LedgerGrid
 from fedfrozen_app.transport.payload import (
+    ACCEPTED,
     CONTROL,
-    CONTROL_ACCEPTED,
     MissingFrozenBlock,
     missing_reply,
     open_payload,
@@ -140,16 +140,16 @@ class Learners:
 
     def control(self, rule: Scaffold, client: int) -> Kept | None:
         """The control on a client's disk that the server would have it go on from."""
-        said = rule.instructions(client)
+        said = rule.versions.instructions(client)
         kept = ClientState(
             RecordDict(),
             self.folder,
-            rule.run,
+            rule.versions.run,
             client,
             CONTROL,
             own_node=False,
         )
-        return kept.get(said[CONTROL_ACCEPTED])  # type: ignore[arg-type]
+        return kept.get(said[ACCEPTED])  # type: ignore[arg-type]
 
 
 class Attention(nn.Module):

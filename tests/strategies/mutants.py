@@ -12,6 +12,7 @@ SCAFFOLD, BUFFERS = RULES + "scaffold.py", RULES + "buffers.py"
 MOMENTUM, ADAM = RULES + "fedavgm.py", RULES + "fedadam.py"
 YOGI, ADAGRAD = RULES + "fedyogi.py", RULES + "fedadagrad.py"
 CLIENT, CLIENT_RULES = "fedfrozen_app/client_app.py", "fedfrozen_app/training/client_rules.py"
+VERSIONS, KEPT = RULES + "versions.py", "fedfrozen_app/training/kept.py"
 
 
 class Mutant(NamedTuple):
@@ -153,7 +154,7 @@ SCAFFOLD_FAULTS: list[Fault] = [
     (
         "c_i is never stored",
         CLIENT_RULES,
-        "self._kept.put(self._version, self._accepted, following, self._selection.spec)",
+        "self._kept.put(following)",
         "pass",
     ),
     (
@@ -164,13 +165,13 @@ SCAFFOLD_FAULTS: list[Fault] = [
     ),
     (
         "c_i of the round before, used or not",
-        CLIENT_RULES,
+        KEPT,
         "self._kept.get(self._accepted)",
         "self._kept.get(self._version - 1)",
     ),
     (
         "a restored server has forgotten which c_i count",
-        SCAFFOLD,
+        VERSIONS,
         'for c, pair in state["clients"].items()}',
         "for c, pair in ()}",
         "test_restore.py",

@@ -24,7 +24,7 @@ from fedfrozen_app.strategies import (
 )
 from fedfrozen_app.training.local import LocalTraining
 from fedfrozen_app.transport.arrays import to_tensors
-from fedfrozen_app.transport.payload import CONTROL_ACCEPTED, CONTROL_PATH
+from fedfrozen_app.transport.payload import ACCEPTED, PATH
 from tests.strategies.learners import Learners, Tensors, sequences, small_transformer
 
 QKV, BIAS, HEAD = "blocks.0.attn.qkv.weight", "blocks.0.attn.qkv.bias", "head.weight"
@@ -236,7 +236,7 @@ def carried(clients: Learners, rule: Scaffold, client: int, server_round: int) -
     kept = clients.control(rule, client)
     if kept is None:
         return whole({}, "all")
-    computed = int(rule.instructions(client)[CONTROL_ACCEPTED])  # type: ignore[arg-type]
+    computed = int(rule.versions.instructions(client)[ACCEPTED])  # type: ignore[arg-type]
     control = whole(kept.tensors, kept.selection)
     since = {SCHEDULE.spec(number) for number in range(computed, server_round + 1)}
     if "query-key" in since:
@@ -285,7 +285,7 @@ def test_a_client_away_during_the_freeze_starts_thawed_rows_at_zero(tmp_path: Pa
     away = (seen[1] | seen[2]) - seen[3] - seen[4]
     assert away, "take a seed with a client that was there before the freeze and not in it"
     old = {client: clients.control(rule, client) for client in away}
-    assert rule.instructions(min(away))[CONTROL_PATH] == ["query-key"]
+    assert rule.versions.instructions(min(away))[PATH] == ["query-key"]
     back: dict[int, int] = {}
     for server_round in range(5, 12):
         arrays = clients.round(strategy, server_round, arrays)
@@ -314,11 +314,11 @@ def test_the_server_names_the_selections_since_a_clients_last_round(tmp_path: Pa
         arrays = clients.round(strategy, server_round, arrays)
         last.update(dict.fromkeys(clients.sent[server_round], server_round))
         for client in range(4):
-            said = rule.instructions(client)
-            assert said[CONTROL_ACCEPTED] == last.get(client, 0)
+            said = rule.versions.instructions(client)
+            assert said[ACCEPTED] == last.get(client, 0)
             starts = [(1, "all"), (3, "query-key"), (5, "all")]
             path = [spec for first, spec in starts if last.get(client, 0) < first <= server_round]
-            assert said[CONTROL_PATH] == path
+            assert said[PATH] == path
 
 
 @pytest.mark.parametrize("entry", [HEAD, f"control/{HEAD}"])
@@ -355,7 +355,7 @@ def test_a_refused_reply_moves_neither_c_nor_the_clients_control(
             torch.testing.assert_close(c.double(), start + moved / 4, rtol=0, atol=1e-6)
         assert_c_is_the_mean(clients, rule, server_round)
         if server_round in expected:
-            rounds = [rule.instructions(i)[CONTROL_ACCEPTED] for i in range(4)]
+            rounds = [rule.versions.instructions(i)[ACCEPTED] for i in range(4)]
             assert rounds == expected[server_round]
         if server_round == 1:
             after_first = clients.control(rule, 1)
@@ -445,5 +445,5 @@ def test_a_second_start_goes_on_from_the_controls_of_the_first(
     for name, c in rule.state.c.items():
         mean = torch.stack([one.tensors[name] for one in kept if one is not None]).mean(dim=0)
         torch.testing.assert_close(c, mean, rtol=0, atol=1e-6)
-    assert rule.instructions(0)[CONTROL_PATH] == []
+    assert rule.versions.instructions(0)[PATH] == []
     assert rule.state_dict()["stages"] == ["all", "query-key", "all", "query-key"]

@@ -18,14 +18,14 @@ from fedfrozen_app.training.hooks import ValueL2
 from fedfrozen_app.training.local import LocalTraining
 from fedfrozen_app.transport.client_state import ClientState
 from fedfrozen_app.transport.payload import (
+    ACCEPTED,
     CONTROL,
-    CONTROL_ACCEPTED,
-    CONTROL_PATH,
-    CONTROL_VERSION,
+    PATH,
     PROXIMAL_MU,
     RUN,
     SERVER_ROUND,
     VALUE_L2,
+    VERSION,
     Payload,
 )
 from tests.strategies.learners import Learners, Tensors, sequences, small_transformer
@@ -44,8 +44,8 @@ def payload(
     said: dict[str, Any] = {SERVER_ROUND: 1, **config.pop("also", {})}
     path = config.pop("path", [])
     if c is not None:
-        said |= {RUN: TOKEN, CONTROL_VERSION: version, CONTROL_ACCEPTED: accepted}
-        said[CONTROL_PATH] = path
+        said |= {RUN: TOKEN, VERSION: version, ACCEPTED: accepted}
+        said[PATH] = path
     extra = {} if c is None else {CONTROL: c}
     return Payload(x, None, config.pop("selection", "all"), "", ConfigRecord(said), extra)
 
@@ -146,7 +146,7 @@ def test_a_client_that_lost_its_control_warns_and_takes_the_servers(
     assert torch.equal(y["w"], X["w"] - 0.5 * GRADIENT["w"])  # c - c_i = 0
     (record,) = caplog.records
     assert record.levelname == "WARNING"
-    assert "client 3 has lost version 4 of its SCAFFOLD control" in record.getMessage()
+    assert "client 3 has lost its SCAFFOLD control of version 4" in record.getMessage()
     delta = one.finish(y, 0.5)  # c_i+ is the gradient, c_i was c
     assert torch.allclose(delta["control/w"], GRADIENT["w"] - C["w"])
 

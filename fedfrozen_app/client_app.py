@@ -43,7 +43,6 @@ def train(message: Message, context: Context) -> Message:
         own_node=context.node_config.get(NUM_PARTITIONS) == worker.num_clients,
     )
     result = worker.train(partition_id, int(config[SERVER_ROUND]), rules.hooks)  # type: ignore[arg-type]
-    active = worker.active()
     step_sizes = worker.config.lr * effective_steps(result.steps, momentum=worker.config.momentum)
     metrics = {
         NUM_EXAMPLES: result.num_examples,
@@ -51,7 +50,7 @@ def train(message: Message, context: Context) -> Message:
         "train_seconds": result.seconds,
         STEPS: result.steps,
     }
-    return train_reply(message, {**active, **rules.finish(active, step_sizes)}, metrics)
+    return train_reply(message, rules.reply(worker.active(), step_sizes), metrics)
 
 
 @app.query(QUERY_PARTITION.partition(".")[2])

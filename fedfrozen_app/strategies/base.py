@@ -13,6 +13,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from logging import ERROR, INFO
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
@@ -27,6 +28,7 @@ from fedfrozen_app.models.selection import Selection
 from fedfrozen_app.strategies.buffers import BufferMean, trained
 from fedfrozen_app.strategies.mean import Tensors, wide
 from fedfrozen_app.strategies.replies import (
+    Decode,
     Layout,
     RoundReport,
     accepted,
@@ -39,6 +41,7 @@ from fedfrozen_app.strategies.replies import (
 from fedfrozen_app.strategies.sampling import Members, NodesAsTheyCome, sample_cohort
 from fedfrozen_app.strategies.versions import ClientVersions
 from fedfrozen_app.transport.arrays import to_record, to_tensors
+from fedfrozen_app.transport.codecs import Codecs
 from fedfrozen_app.transport.payload import (
     PARTITION_ID,
     SERVER_ROUND,
@@ -131,6 +134,10 @@ class ServerRule(FlowerFedAvg, Generic[C, S]):
         Share of the cohort, in [0, 1], that must reply usably; fewer end the run.
     buffers : collection of str
         Names of further entries that no optimiser trains; see :mod:`.buffers`.
+    compression : str
+        Codec of uploads: ``none``, ``int8``, ``int4``, ``topk:F`` or ``powersgd:R``.
+    broadcast : str
+        Codec of what is sent out: ``none``, ``int8`` or ``int4``.
     **options : Any
         The fields of the rule's config, and arguments of
         ``flwr.serverapp.strategy.FedAvg``.
@@ -148,6 +155,8 @@ class ServerRule(FlowerFedAvg, Generic[C, S]):
         members: Members | None = None,
         min_replies: float = 0.0,
         buffers: Collection[str] = (),
+        compression: str = "none",
+        broadcast: str = "none",
         **options: Any,
     ) -> None:
         own = [f.name for f in fields(self.config_type) if f.name in options]
@@ -155,6 +164,7 @@ class ServerRule(FlowerFedAvg, Generic[C, S]):
         super().__init__(**options)
         check_share(min_replies)
         self.seed = seed
+        self.codecs = Codecs(compression, broadcast, seed)
         self.members = members or NodesAsTheyCome()
         self.buffers = frozenset(buffers)
         self.min_replies = min_replies
@@ -168,6 +178,7 @@ class ServerRule(FlowerFedAvg, Generic[C, S]):
         self._sent: list[Message] = []
         self._global: Tensors = {}
         self._expected: Layout = {}
+        self._decode: Decode | None = None
 
     # --- what a rule says -------------------------------------------------------------
     @abstractmethod
@@ -186,7 +197,7 @@ class ServerRule(FlowerFedAvg, Generic[C, S]):
     @property
     def keeps_on_clients(self) -> bool:
         """Whether clients keep something between rounds, whose version a message must name."""
-        return False
+        return self.codecs.has_feedback
 
     def instructions(self, client: int) -> Instructions:
         """Return what the train message to a client says beyond its round and partition."""
@@ -196,9 +207,14 @@ class ServerRule(FlowerFedAvg, Generic[C, S]):
         """Return what is sent beside x, by namespace; clients answer with the same entries."""
         return {}
 
+    def compress(self, upload: str, broadcast: str) -> None:
+        """Change the codecs, from the next message on."""
+        self.codecs = Codecs(upload, broadcast, self.seed)
+
     def summary(self) -> None:
         """Log the rule's config and what Flower's strategies log."""
         log(INFO, "\t├──> Rule: %s", self.config)
+        log(INFO, "\t├──> Uploads: %s, broadcasts: %s", self.codecs.upload, self.codecs.broadcast)
         super().summary()
 
     # --- state ------------------------------------------------------------------------
@@ -271,16 +287,25 @@ class ServerRule(FlowerFedAvg, Generic[C, S]):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Sample the round's clients and address a train message to each."""
-        self._grid = grid
-        self._global = to_tensors(arrays)
-        x = trained(self._global, self.buffers)
+        self._grid, codecs = grid, self.codecs
+        wire, whole = self._encoded(arrays)
+        x = trained(whole, self.buffers)
         self._check_moments(x)
-        extra = to_namespaces(self.extra_arrays(x))
-        sent = ArrayRecord({**arrays, **to_record(extra)}) if extra else arrays
-        self._expected = layout_of(sent)
-        self._sent = list(self._messages(server_round, sent, config, grid, MessageType.TRAIN))
+        extra = to_record(to_namespaces(self.extra_arrays(x)))
+        sent = ArrayRecord({**wire, **extra}) if extra else wire
+        said = ConfigRecord({**config, **codecs.instructions(whole)})
+        self._global = whole
+        self._decode = None if codecs.up is None else partial(codecs.receive, x=whole)
+        self._expected = {**codecs.expected(whole), **layout_of(extra)}
+        self._sent = list(self._messages(server_round, sent, said, grid, MessageType.TRAIN))
         self.report = RoundReport(cohort=len(self._sent))
         return list(self._sent)
+
+    def _encoded(self, arrays: ArrayRecord) -> tuple[ArrayRecord, Tensors]:
+        """Return what is sent of a model, and what clients make of it."""
+        tensors = to_tensors(arrays)
+        wire, x = self.codecs.send(tensors)
+        return (arrays if wire is tensors else to_record(wire)), x
 
     def _check_moments(self, x: Tensors) -> None:
         """Raise ValueError where a moment is not of this model; it would be broadcast."""
@@ -298,7 +323,9 @@ class ServerRule(FlowerFedAvg, Generic[C, S]):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Sample clients for federated evaluation."""
-        return self._messages(server_round, arrays, config, grid, MessageType.EVALUATE)
+        wire, x = self._encoded(arrays)
+        said = ConfigRecord({**config, **self.codecs.instructions(x, train=False)})
+        return self._messages(server_round, wire, said, grid, MessageType.EVALUATE)
 
     # --- up ---------------------------------------------------------------------------
     def aggregate_train(
@@ -320,6 +347,7 @@ class ServerRule(FlowerFedAvg, Generic[C, S]):
             self.report,
             client,
             self.required_metrics,
+            self._decode,
         )
         buffers, clients = BufferMean(self.buffers), list[int]()
         updates = self._updates(good, client, buffers, clients)
@@ -330,7 +358,8 @@ class ServerRule(FlowerFedAvg, Generic[C, S]):
             stream = itertools.chain([first], updates)
             del first  # one reply at a time is held, this one too
             following = self.aggregate(replace(self.state, x=x), stream)
-        sent, self._sent, self._global = self._global, [], {}  # they hold the old model
+        # they hold the old model
+        sent, self._sent, self._global, self._decode = self._global, [], {}, None
         check_quorum(self.report, self.min_replies, server_round)
         if following is None:
             reason = self.report.refused[0] if self.report.refused else "no client replied"

@@ -15,6 +15,7 @@ set back to their exact values.
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from logging import ERROR, INFO, WARNING
 from typing import Any
 
@@ -30,7 +31,6 @@ from fedfrozen_app.strategies.base import ServerRule
 from fedfrozen_app.strategies.fedavg import FedAvg
 from fedfrozen_app.strategies.mean import Tensors
 from fedfrozen_app.strategies.replies import (
-    Layout,
     RoundReport,
     accepted,
     check_quorum,
@@ -40,9 +40,17 @@ from fedfrozen_app.strategies.replies import (
 )
 from fedfrozen_app.strategies.scaffold import Scaffold
 from fedfrozen_app.strategies.schedule import FreezeSchedule
+from fedfrozen_app.strategies.versions import ClientVersions
 from fedfrozen_app.transport.arrays import to_record, to_tensors
 from fedfrozen_app.transport.block import FrozenBlock
-from fedfrozen_app.transport.payload import NUM_EXAMPLES, Addressees, first_arrays
+from fedfrozen_app.transport.codecs import Codecs
+from fedfrozen_app.transport.payload import (
+    NUM_EXAMPLES,
+    Addressees,
+    client_of,
+    first_arrays,
+    instruct,
+)
 
 NOBODY = (
     "no reply could be used, so the model stays; once something is frozen, clients read messages "
@@ -60,12 +68,17 @@ def weight_key(strategy: Any) -> str:
 
 
 def check_wrapped(strategy: Any) -> None:
-    """Raise ValueError for a rule that sends more than a model inside a foreign wrapper."""
+    """Raise ValueError for a rule that sends more or less than a model in a foreign wrapper."""
     while (inner := getattr(strategy, "strategy", None)) is not None:
         if isinstance(inner, Scaffold):
             raise ValueError(
                 f"{type(strategy).__name__} does not know the controls in SCAFFOLD's messages; "
                 "wrap Scaffold in FedFrozen alone"
+            )
+        if isinstance(inner, ServerRule) and inner.codecs != Codecs(seed=inner.seed):
+            raise ValueError(
+                f"{type(strategy).__name__} does not know encoded models, as the inner "
+                f"{type(inner).__name__} has them; set compression and broadcast on FedFrozen"
             )
         strategy = inner
 
@@ -110,6 +123,9 @@ class FedFrozen(Strategy):
     min_replies : float
         Share of the cohort, in [0, 1], that must reply usably; fewer end the run. For a
         wrapped rule of ours, set it there.
+    compression, broadcast : str
+        Codecs of uploads and of what is sent out, as in :class:`ServerRule`, for a stock
+        strategy, which sees decoded models. For a wrapped rule of ours, set them there.
     **fedavg : Any
         Arguments of the default inner strategy.
     """
@@ -124,6 +140,8 @@ class FedFrozen(Strategy):
         schedule: FreezeSchedule | None = None,
         value_l2: float = 0.0,
         min_replies: float = 0.0,
+        compression: str = "none",
+        broadcast: str = "none",
         **fedavg: Any,
     ) -> None:
         if strategy is not None and fedavg:
@@ -138,10 +156,15 @@ class FedFrozen(Strategy):
         if value_l2 < 0:
             raise ValueError(f"value_l2 must be >= 0, got {value_l2}")
         check_share(min_replies)
-        if min_replies > 0 and isinstance(strategy, ServerRule):
-            raise ValueError(f"set min_replies on the wrapped {type(strategy).__name__} instead")
+        codecs: dict[str, Any] = {"compression": compression, "broadcast": broadcast}
+        given = [key for key, value in codecs.items() if value != "none"]
+        given += ["min_replies"] if min_replies > 0 else []
+        if given and isinstance(strategy, ServerRule):
+            raise ValueError(f"set {given[0]} on the wrapped {type(strategy).__name__} instead")
         check_wrapped(strategy)
-        self.strategy = strategy or FedAvg(min_replies=min_replies, **fedavg)
+        self.codecs = Codecs(compression, broadcast)  # of a stock strategy
+        self.versions = ClientVersions()  # of what its clients keep
+        self.strategy = strategy or FedAvg(min_replies=min_replies, **codecs, **fedavg)
         self.value_l2, self.min_replies = value_l2, min_replies
         self.timeout = 3600.0  # seconds for the replies of clients that are sent the block again
         self.state = FreezeState()
@@ -156,7 +179,7 @@ class FedFrozen(Strategy):
         self._sent: list[Message] = []
         self._report = RoundReport()
         self._grid: Grid | None = None
-        self._expected: Layout = {}
+        self._x: Tensors = {}  # the active entries that a stock strategy's clients start from
         self._dtypes: dict[str, torch.dtype] = {}  # of the model as the run started
         self._restored = False
 
@@ -249,6 +272,8 @@ class FedFrozen(Strategy):
             self.state = FreezeState(spec, FrozenBlock.of(frozen) if frozen else None)
             if isinstance(self.strategy, ServerRule):
                 self.strategy.select(selection)
+            else:
+                self.versions.select(selection.spec)
         self._selected, self._selection = spec, None if selection.is_all else selection
 
     def _tensors(self, arrays: ArrayRecord) -> Tensors:
@@ -266,6 +291,7 @@ class FedFrozen(Strategy):
         shown, active = self._shown(server_round, arrays)
         messages = self.strategy.configure_train(server_round, shown, config, grid)
         dressed = self._dress(messages, active, grid)
+        self._instruct(dressed)
         self._report = RoundReport(cohort=len(dressed))
         return dressed
 
@@ -275,12 +301,31 @@ class FedFrozen(Strategy):
         """Let the inner strategy address the clients; send active entries only."""
         shown, active = self._shown(server_round, arrays)
         messages = self.strategy.configure_evaluate(server_round, shown, config, grid)
-        return self._dress(messages, active, grid)
+        dressed = self._dress(messages, active, grid)
+        self._instruct(dressed, train=False)
+        return dressed
+
+    def _instruct(self, messages: Iterable[Message], *, train: bool = True) -> None:
+        """Tell a stock strategy's clients of the codecs."""
+        if isinstance(self.strategy, ServerRule):
+            return
+        said = self.codecs.instructions(self._x, train=train)
+        for message in messages if said else ():
+            client = client_of(message, message.metadata.dst_node_id)
+            has_feedback = train and self.codecs.has_feedback
+            instruct(
+                message, {**said, **(self.versions.instructions(client) if has_feedback else {})}
+            )
 
     def _shown(self, server_round: int, arrays: ArrayRecord) -> tuple[ArrayRecord, ArrayRecord]:
         """Return what the inner strategy sees and what travels."""
         tensors = self._tensors(arrays)
         self._enter(server_round, tensors)
+        if not isinstance(self.strategy, ServerRule):
+            half = tensors if self._selection is None else self._selection.split(tensors)[0]
+            wire, self._x = self.codecs.send(half)
+            if wire is not self._x:
+                return to_record(self._whole(self._x)), to_record(wire)
         if self._selection is not None:
             active = to_record(self._selection.split(tensors)[0])
             return (active if isinstance(self.strategy, ServerRule) else arrays), active
@@ -290,7 +335,7 @@ class FedFrozen(Strategy):
 
     def _dress(self, messages: Iterable[Message], active: ArrayRecord, grid: Grid) -> list[Message]:
         stock = not isinstance(self.strategy, ServerRule)
-        self._grid, self._expected = grid, layout_of(active, any_float=stock)
+        self._grid = grid
         self._sent = list(messages)
         for message in self._sent:
             name, record = first_arrays(message.content)
@@ -333,15 +378,28 @@ class FedFrozen(Strategy):
         """Show a stock strategy the usable replies in client order, as whole models."""
         client, key, report = Addressees(self._sent), weight_key(self.strategy), self._report
         ordered = in_client_order(self._grid, replies, client)
-        good = list(accepted(ordered, self._expected, key, server_round, report, client))
+        decode = None
+        expected = layout_of(to_record(self._x), any_float=True)
+        if self.codecs.up is not None:
+            expected = self.codecs.expected(self._x)
+            decode = partial(self.codecs.receive, x=self._x)
+        good = list(accepted(ordered, expected, key, server_round, report, client, decode=decode))
+        self._x = {}
         check_quorum(report, self.min_replies, server_round)
         for reply in good:
             name, record = first_arrays(reply.content)
-            whole = self._tensors(record)
-            if self._selection is not None and self.state.block is not None:
-                whole = self._selection.merge(whole, self.state.block.tensors)
+            whole = self._whole(self._tensors(record))
             reply.content = RecordDict({**reply.content, name: to_record(whole)})
-        return self.strategy.aggregate_train(server_round, good)
+        arrays, metrics = self.strategy.aggregate_train(server_round, good)
+        if arrays is not None and self.codecs.has_feedback:
+            self.versions.accept(map(client, good))
+        return arrays, metrics
+
+    def _whole(self, active: Tensors) -> Tensors:
+        """Return the whole model of an active half."""
+        if self._selection is None or self.state.block is None:
+            return active
+        return self._selection.merge(active, self.state.block.tensors)
 
     def _complete(self, replies: Iterable[Message]) -> Iterable[Message]:
         """Return replies, those that asked for the block replaced by what they said next."""
@@ -360,7 +418,13 @@ class FedFrozen(Strategy):
         inner = self.strategy.state_dict() if isinstance(self.strategy, ServerRule) else {}
         block = self.state.block.state_dict() if self.state.block is not None else {}
         dtypes = {name: str(dtype).removeprefix("torch.") for name, dtype in self._dtypes.items()}
-        return {"spec": self.state.spec, "block": block, "inner": inner, "dtypes": dtypes}
+        return {
+            "spec": self.state.spec,
+            "block": block,
+            "inner": inner,
+            "dtypes": dtypes,
+            "versions": self.versions.state_dict(),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over a state returned by :meth:`state_dict`."""
@@ -370,3 +434,4 @@ class FedFrozen(Strategy):
         self._dtypes = {name: getattr(torch, dtype) for name, dtype in state["dtypes"].items()}
         if isinstance(self.strategy, ServerRule):
             self.strategy.load_state_dict(state["inner"])
+        self.versions.load_state_dict(state["versions"])

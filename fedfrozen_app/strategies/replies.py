@@ -12,13 +12,21 @@ from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 from flwr.supercore import log
 
-from fedfrozen_app.transport.arrays import to_tensors
-from fedfrozen_app.transport.payload import SERVER_ROUND, is_extra, missing_digest
+from fedfrozen_app.transport.arrays import to_record, to_tensors
+from fedfrozen_app.transport.codec import PACKED
+from fedfrozen_app.transport.payload import (
+    NAMESPACES,
+    SERVER_ROUND,
+    first_arrays,
+    is_extra,
+    missing_digest,
+)
 
 NON_FINITE = "non-finite values"
 MAX_COUNT = 10**7  # of what a client says it counted
 ANSI_STYLE = re.compile(r"\x1b\[[0-9;]*m")
 Layout = dict[str, tuple[tuple[int, ...], str]]  # shape and dtype (a glob) by entry
+Decode = Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
 
 
 @dataclass
@@ -147,7 +155,8 @@ def _metric_kinds(record: MetricRecord) -> dict[str, int]:
 def _array_refusal(content: RecordDict, expected: Layout) -> str | None:
     record = next(iter(content.array_records.values()))
     if missing := [name for name in expected if name not in record]:
-        hint = "; clients of this rule answer with ClientRules" if is_extra(missing[0]) else ""
+        special = is_extra(missing[0], (*NAMESPACES, PACKED))
+        hint = "; clients of this rule answer with ClientRules" if special else ""
         return f"{len(missing)} entries are missing, first {missing[0]!r}{hint}"
     if extra := [name for name in record if name not in expected]:
         return f"{len(extra)} unexpected entries, first {extra[0]!r}"
@@ -164,6 +173,17 @@ def _array_refusal(content: RecordDict, expected: Layout) -> str | None:
             return f"{name} holds {list(tensor.shape)}, but says {list(expected[name][0])}"
         if not is_finite(tensor):
             return f"{name} has {NON_FINITE}"
+    return None
+
+
+def _decode(reply: Message, decode: Decode) -> str | None:
+    """Put what a reply's arrays stand for in their place; return why that cannot be done."""
+    name, record = first_arrays(reply.content)
+    try:
+        arrays = decode(to_tensors(record))
+    except ValueError as error:
+        return f"cannot be decoded: {error}"
+    reply.content = RecordDict({**reply.content, name: to_record(arrays)})
     return None
 
 
@@ -189,15 +209,22 @@ def accepted(
     report: RoundReport,
     client: Callable[[Message], int],
     required_metrics: Sequence[str] = (),
+    decode: Decode | None = None,
 ) -> Iterator[Message]:
     """Yield the replies that may enter the model; count and log the others in ``report``.
+
+    With ``decode``, their arrays are replaced by what it makes of them; where it raises
+    ValueError the reply may not enter.
 
     All metrics of a round have the keys of the first good reply, each a number or a list:
     Flower's aggregation wants that, and ends the run where it is not so.
     """
     for reply in replies:
         reason = refusal(reply, expected, weight_key, server_round, required_metrics)
-        if reason := reason or _metric_refusal(reply, report):
+        reason = reason or _metric_refusal(reply, report)
+        if decode is not None:
+            reason = reason or _decode(reply, decode)
+        if reason:
             report.refused.append(f"client {client(reply)}: {reason}")
             log(WARNING, "round %d: reply of %s dropped", server_round, report.refused[-1])
             continue

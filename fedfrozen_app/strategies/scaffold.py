@@ -139,7 +139,7 @@ class Scaffold(ServerRule[ScaffoldConfig, ScaffoldState]):
 
     @property
     def keeps_on_clients(self) -> bool:
-        """Whether clients keep something between rounds: their controls."""
+        """Whether clients keep something between rounds: they do, their controls."""
         return True
 
     def configure_train(

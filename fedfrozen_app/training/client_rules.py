@@ -1,4 +1,4 @@
-"""What a message's rule asks of a client: hooks for the loop, and what goes back beside y."""
+"""What a message asks of a client: hooks for the loop, and what goes back."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,7 +12,9 @@ from fedfrozen_app.strategies.fedprox import Proximal
 from fedfrozen_app.strategies.scaffold import Correction, next_control
 from fedfrozen_app.training.hooks import Hook, ValueL2
 from fedfrozen_app.training.kept import KeptByVersion, Tensors
+from fedfrozen_app.training.upload import FEEDBACK, Upload
 from fedfrozen_app.transport.client_state import ClientState
+from fedfrozen_app.transport.codecs import Codecs
 from fedfrozen_app.transport.payload import CONTROL, RUN, Payload, to_namespaces
 
 LOST_CONTROL = "client %d has lost its SCAFFOLD control of version %d and takes the server's"
@@ -97,18 +99,34 @@ class ClientRules:
     ) -> None:
         self.hooks: list[Hook] = []
         self._control: ClientControl | None = None
+        self._upload: Upload | None = None
         if payload.value_l2 > 0:
             self.hooks.append(ValueL2(payload.value_l2, entries, selection))
         if payload.proximal_mu > 0:
             self.hooks.append(Proximal(payload.proximal_mu))
-        if CONTROL in payload.extra:
-            run = str(payload.config.get(RUN, ""))
-            kept = ClientState(state, folder, run, partition_id, CONTROL, own_node=own_node)
-            self._control = ClientControl(payload, selection, kept, partition_id)
-            self.hooks.append(self._control.hook)
 
-    def finish(self, y: Mapping[str, torch.Tensor], step_sizes: float) -> Tensors:
-        """Return what goes back beside y, under keys of its own."""
-        if self._control is None:
-            return {}
-        return to_namespaces({CONTROL: self._control.finish(y, step_sizes)})
+        def kept(name: str) -> ClientState:
+            run = str(payload.config.get(RUN, ""))
+            return ClientState(state, folder, run, partition_id, name, own_node=own_node)
+
+        if CONTROL in payload.extra:
+            self._control = ClientControl(payload, selection, kept(CONTROL), partition_id)
+            self.hooks.append(self._control.hook)
+        if (codec := Codecs.of_message(payload.config).up) is not None:
+            feedback = kept(FEEDBACK) if codec.of_update else None
+            self._upload = Upload(payload, selection, codec, feedback, partition_id)
+
+    def reply(self, y: Mapping[str, torch.Tensor], step_sizes: float) -> Tensors:
+        """Return all arrays that go back.
+
+        Parameters
+        ----------
+        y : mapping of str to Tensor
+            The active entries after training.
+        step_sizes : float
+            The sum of the effective step sizes taken, 0 for a client without examples.
+        """
+        arrays = dict(y) if self._upload is None else self._upload.encode(y)
+        if self._control is not None:
+            arrays |= to_namespaces({CONTROL: self._control.finish(y, step_sizes)})
+        return arrays

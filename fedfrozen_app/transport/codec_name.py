@@ -40,3 +40,15 @@ def read_codec_name(text: str) -> tuple[str, Fraction]:
         f"compression must be none, int8, int4, topk:F or powersgd:R, got {text!r}; "
         "use for example int8 or topk:0.01"
     )
+
+
+BROADCASTS = ("none", "int8", "int4")
+
+
+def check_broadcast(text: str) -> None:
+    """Raise ValueError for what is no codec of broadcasts: a client that was away has no x."""
+    if text not in BROADCASTS:
+        raise ValueError(
+            f"broadcast must be none, int8 or int4, got {text!r}; codecs of updates need the model "
+            "that every client had before"
+        )

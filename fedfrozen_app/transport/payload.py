@@ -114,10 +114,14 @@ def from_namespaces(
 
 def mark(message: Message, selection: str, key: str, value_l2: float = 0.0) -> None:
     """Write the selection and the digest of the frozen block into a message's config."""
-    config = ConfigRecord(dict(first_config(message)))
-    config[SELECTION], config[DIGEST] = selection, key
+    instruct(message, {SELECTION: selection, DIGEST: key})
     if value_l2 > 0:
-        config[VALUE_L2] = value_l2
+        instruct(message, {VALUE_L2: value_l2})
+
+
+def instruct(message: Message, said: Instructions) -> None:
+    """Add to a message's config, in a copy of its own."""
+    config = ConfigRecord({**first_config(message), **said})
     name = next(iter(message.content.config_records), CONFIG)
     message.content = RecordDict({**message.content, name: config})
 
@@ -168,11 +172,15 @@ def open_payload(message: Message, cache: FrozenCache, loaded: str = "") -> Payl
     MissingFrozenBlock
         If the block is neither loaded, nor in the message, nor in the cache.
     ValueError
-        If the block in the message does not have the digest the message names.
+        If the block in the message does not have the digest the message names, or an encoded
+        model cannot be decoded.
     """
+    from fedfrozen_app.transport.codecs import Codecs  # it imports this module
+
     config = first_config(message)
     _, record = first_arrays(message.content)
-    active, extra = from_namespaces(to_tensors(record))
+    own, extra = from_namespaces(to_tensors(record))
+    active = Codecs.of_message(config).open(own, config)
     key = str(config.get(DIGEST, ""))
     selection = str(config.get(SELECTION, "all"))
     if not key or key == loaded:

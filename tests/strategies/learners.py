@@ -111,7 +111,7 @@ class Learners:
         whole = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
         active, _ = selection.split(whole)
         step_sizes = settings.lr * effective_steps(result.steps, momentum=settings.momentum)
-        arrays = {**active, **rules.finish(active, step_sizes)}
+        arrays = rules.reply(active, step_sizes)
         if self.tamper is not None:
             self.tamper(server_round, client, arrays)
         self.received.setdefault(server_round, {})[client] = to_tensors(message.content["arrays"])

@@ -64,7 +64,7 @@ def kept(folder: Path, state: RecordDict, *, own_node: bool = True) -> ClientSta
 def test_a_plain_message_asks_for_nothing(tmp_path: Path) -> None:
     state = RecordDict()
     plain = rules(payload(X, None), X, tmp_path, state=state)
-    assert plain.hooks == [] and plain.finish(X, 0.5) == {}
+    assert plain.hooks == [] and plain.reply(X, 0.5) == X
     assert not state and list(tmp_path.iterdir()) == []
 
 
@@ -116,13 +116,13 @@ def test_under_constant_gradients_the_next_control_is_the_gradient(
     for name in X:  # g - c_i + c = 1, -3, 2 and -1.5
         shifted = {"w": torch.tensor([1.0, -3.0, 2.0]), "b": torch.tensor([-1.5])}[name]
         assert torch.equal(y[name], X[name] - 0.25 * count * shifted)
-    delta = one.finish(y, 0.25 * count)
+    delta = one.reply(y, 0.25 * count)
     following = kept(tmp_path, state).get(2)
     assert following is not None and following.selection == "all"
     for name in X:
         torch.testing.assert_close(following.tensors[name], GRADIENT[name], rtol=0, atol=3e-7)
         assert torch.equal(delta[f"control/{name}"], following.tensors[name] - C_I[name])
-    assert delta.keys() == {"control/w", "control/b"}
+    assert delta.keys() == {"w", "b", "control/w", "control/b"}
 
 
 def test_a_client_asked_for_the_first_time_starts_at_zero_without_a_warning(
@@ -147,7 +147,7 @@ def test_a_client_that_lost_its_control_warns_and_takes_the_servers(
     (record,) = caplog.records
     assert record.levelname == "WARNING"
     assert "client 3 has lost its SCAFFOLD control of version 4" in record.getMessage()
-    delta = one.finish(y, 0.5)  # c_i+ is the gradient, c_i was c
+    delta = one.reply(y, 0.5)  # c_i+ is the gradient, c_i was c
     assert torch.allclose(delta["control/w"], GRADIENT["w"] - C["w"])
 
 
@@ -155,8 +155,8 @@ def test_a_client_without_examples_changes_nothing(tmp_path: Path) -> None:
     state = RecordDict()
     kept(tmp_path, state).put(1, 0, C_I, "all")
     one = rules(payload(X, C, version=2, accepted=1), X, tmp_path, state=state)
-    delta = one.finish(X, 0.0)
-    assert {name: tensor.tolist() for name, tensor in delta.items()} == {
+    delta = one.reply(X, 0.0)
+    assert {name: delta[name].tolist() for name in delta if name not in X} == {
         "control/w": [0.0, 0.0, 0.0],
         "control/b": [0.0],
     }
@@ -168,7 +168,7 @@ def test_a_client_without_examples_changes_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize("own_node", [True, False])
 def test_the_control_lies_with_the_node_or_in_files(tmp_path: Path, own_node: bool) -> None:
     state = RecordDict()
-    rules(payload(X, C), X, tmp_path, state=state, own_node=own_node).finish(X, 0.5)
+    rules(payload(X, C), X, tmp_path, state=state, own_node=own_node).reply(X, 0.5)
     assert bool(state) is own_node
     files = [path.name for path in tmp_path.rglob("*.safetensors")]
     assert files == ([] if own_node else ["control-1.safetensors"])
@@ -181,7 +181,7 @@ def test_a_message_tried_again_goes_on_from_the_accepted_control(tmp_path: Path)
     for version in (2, 3, 4):  # the replies of 2 and 3 were lost
         one = rules(payload(X, C, version=version, accepted=1), X, tmp_path, state=state)
         y = step({n: nn.Parameter(t.clone()) for n, t in X.items()}, one.hooks, 1, lr=0.5)
-        deltas.append(one.finish(y, 0.5)["control/w"].tolist())
+        deltas.append(one.reply(y, 0.5)["control/w"].tolist())
     assert deltas[0] == deltas[1] == deltas[2] == [0.5, -3.5, 3.0]  # g - c_i
 
 
@@ -193,9 +193,9 @@ def test_a_control_follows_the_path_of_selections(tmp_path: Path) -> None:
     c = {name: torch.zeros_like(tensor) for name, tensor in entries.items()}
     keys = f"{QKV}[key] {BIAS}[0:3]"
     one = payload(entries, c, version=7, accepted=1, path=["query-key", keys, "all"])
-    delta = rules(one, entries, tmp_path, state=state).finish(entries, 0.5)
+    delta = rules(one, entries, tmp_path, state=state).reply(entries, 0.5)
     # x = y and c = 0, so c_i+ = c_i, whatever it was: see what was taken up
-    assert all((tensor == 0).all() for tensor in delta.values())
+    assert all((delta[f"control/{name}"] == 0).all() for name in entries)
     after = kept(tmp_path, state).get(7)
     assert after is not None and after.selection == "all"
     assert (after.tensors[QKV][:14] == 0).all() and (after.tensors[QKV][14:] == 3).all()

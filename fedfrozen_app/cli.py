@@ -4,7 +4,7 @@ import json
 import logging
 import signal
 import textwrap
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -15,7 +15,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from fedfrozen_app.config import ConfigError, ConfigValue, RunConfig
 from fedfrozen_app.config_input import parse_overrides, read_experiment
-from fedfrozen_app.config_rules import NOT_YET
 
 app = typer.Typer(
     help="Federated fine-tuning of Transformers that sends only what still moves.",
@@ -207,15 +206,14 @@ def show_config(words: Words = None, overrides: Overrides = None) -> None:
         if key in resolved and resolved[key] != values[key]:
             line += f"  (here {json.dumps(resolved[key])})"
         typer.echo(line)
-        missing = NOT_YET.get(key.replace("-", "_"), ())
-        meaning = f"{type_name(field.annotation, missing)}: {field.description}"
+        meaning = f"{type_name(field.annotation)}: {field.description}"
         typer.echo(textwrap.indent(textwrap.fill(meaning, 84), "    "))
 
 
-def type_name(annotation: object, missing: Collection[str] = ()) -> str:
-    """Return a short name of a config key's type, choices that are missing left out."""
-    choices = [choice for choice in getattr(annotation, "__args__", ()) if choice not in missing]
-    names = [getattr(choice, "__name__", str(choice)) for choice in choices or [annotation]]
+def type_name(annotation: object) -> str:
+    """Return a short name of a config key's type."""
+    choices = getattr(annotation, "__args__", ()) or [annotation]
+    names = [getattr(choice, "__name__", str(choice)) for choice in choices]
     return " | ".join(names)
 
 

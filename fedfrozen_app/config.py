@@ -30,6 +30,7 @@ from fedfrozen_app.config_rules import (
     TEXT_DATASETS,
     contradictions,
 )
+from fedfrozen_app.transport.codec_name import read_codec_name
 
 ConfigValue = str | int | float | bool
 
@@ -261,7 +262,12 @@ class RunConfig(BaseModel):
     )
     latent_bits: Literal[32, 8, 4] = Field(32, description="bits per latent entry on the wire")
     compression: str = Field(
-        "none", description="upload compression: none | int8 | int4 | topk:F | powersgd:R"
+        "none",
+        description="codec of uploads: none, int8, int4, topk:F (the share F of the update's "
+        "values) or powersgd:R (updates of rank R); what the last two leave out is sent later",
+    )
+    broadcast: Literal["none", "int8", "int4"] = Field(
+        "none", description="codec of the models that the server sends out"
     )
     # --- execution --------------------------------------------------------------------
     precision: Literal["fp32", "bf16"] = Field(
@@ -286,8 +292,8 @@ class RunConfig(BaseModel):
     run_dir: str = Field("runs", min_length=1, description="folder that holds run folders")
     cache_dir: str = Field(
         "",
-        description="decoded data, base weights, frozen blocks and, during a run, SCAFFOLD's "
-        "controls; empty = ~/.cache/fedfrozen",
+        description="decoded data, base weights, frozen blocks and, during a run, what "
+        "clients keep; empty = ~/.cache/fedfrozen",
     )
 
     @field_validator("*", mode="before")
@@ -313,6 +319,13 @@ class RunConfig(BaseModel):
             if 1 <= low <= high:
                 return f"{low}-{high}"
         raise PydanticCustomError("steps", "should be an integer >= 0 or a range such as 2-9")
+
+    @field_validator("compression")
+    @classmethod
+    def _codec_name(cls, value: str) -> str:
+        """Refuse what names no codec."""
+        read_codec_name(value)
+        return value
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:

@@ -9,8 +9,6 @@ if TYPE_CHECKING:
 ADAPTIVE = ("fedadam", "fedyogi", "fedadagrad")  # server optimisers with a second moment
 LANGUAGE_MODELS = ("tinygpt", "tinygpt-mini")
 TEXT_DATASETS = ("wikitext2", "Salesforce/wikitext")
-# Values that belong to the project's vocabulary but that this version cannot run yet.
-NOT_YET = {}
 # (key, other key, values of the other with which the key acts): elsewhere it would do nothing
 ACTS_WITH = (
     ("proximal-mu", "strategy", ("fedprox", "fednova")),
@@ -38,30 +36,11 @@ ACTS_WITH = (
 
 def contradictions(config: "RunConfig") -> Iterable[str]:
     """Yield what is wrong with a config whose values are each in range, remedy included."""
-    yield from _unavailable(config)
     yield from _without_effect(config)
     yield from _rule_problems(config)
     yield from _freeze_problems(config)
     yield from _data_problems(config)
     yield from _text_problems(config)
-
-
-def _unavailable(config: "RunConfig") -> Iterable[str]:
-    for key, names in NOT_YET.items():
-        if (value := getattr(config, key)) in names:
-            yield f"{key}={value} is not available in this version; choose {_can(config, key)}"
-    if config.compression != "none":
-        yield (
-            f"compression={config.compression} is not available in this version; "
-            "use compression=none"
-        )
-
-
-def _can(config: "RunConfig", key: str) -> str:
-    """Return the values of a key that this version has, as words."""
-    choices = getattr(type(config).model_fields[key].annotation, "__args__", ())
-    names = [name for name in choices if name not in NOT_YET[key]]
-    return " or ".join(names) if names else f"another {key}"
 
 
 def _is_set(config: "RunConfig", key: str) -> bool:
@@ -75,10 +54,9 @@ def _without_effect(config: "RunConfig") -> Iterable[str]:
         value, having = (getattr(config, name.replace("-", "_")) for name in (key, other))
         if _is_set(config, key) and having not in needed:
             default = type(config).model_fields[key.replace("-", "_")].default
-            can = [name for name in needed if name not in NOT_YET.get(other, ())]
             yield (
-                f"{key}={value} has no effect with {other}={having}; leave it at {default}"
-                + (f" or use {other}={' or '.join(can)}" if can else "")
+                f"{key}={value} has no effect with {other}={having}; leave it at {default} or use "
+                f"{other}={' or '.join(needed)}"
             )
     if config.resolved_local_steps > 0 and _is_set(config, "local-epochs"):
         yield (
@@ -98,6 +76,12 @@ def _without_effect(config: "RunConfig") -> Iterable[str]:
 
 
 def _rule_problems(config: "RunConfig") -> Iterable[str]:
+    for key in ("compression", "broadcast"):
+        if config.strategy == "latent" and _is_set(config, key):
+            yield (
+                f"{key}={getattr(config, key)} is for weights and with strategy=latent a latent "
+                f"travels; leave {key} at none and use latent-bits"
+            )
     if config.strategy == "latent" and config.value_l2 > 0:
         yield (
             f"value-l2={config.value_l2} acts on weights and with strategy=latent a latent trains; "

@@ -38,6 +38,8 @@ def build_strategy(config: RunConfig, worker: Worker) -> FedFrozen:
         members=Roster(worker.num_clients, with_data),
         min_replies=config.min_replies,
         buffers=worker.buffers,
+        compression=config.compression,
+        broadcast=config.broadcast,
         fraction_train=config.fraction_train,
         min_train_nodes=1,
         min_available_nodes=1,

@@ -23,6 +23,7 @@ ACTS_WITH = (
     ("latent-rank", "strategy", ("latent",)),
     ("latent-bits", "strategy", ("latent",)),
     ("generator", "strategy", ("latent",)),
+    ("generator-memory", "strategy", ("latent",)),
     ("generator-memory", "generator", ("gaussian-qr",)),
     ("latent-lr", "strategy", ("latent",)),
     ("latent-weight-decay", "strategy", ("latent",)),

@@ -137,6 +137,7 @@ class Federation:
             seconds_total=round(time.perf_counter() - started, 4),
             dropped=report.dropped,
             test_perplexity=None if loss is None or not text else perplexity(loss),
+            identity_error=self._identity_error(server_round),
         )
         self.folder.append(metrics)
         on_round(metrics)
@@ -147,6 +148,13 @@ class Federation:
             return None, None
         self.worker.load_whole(to_tensors(arrays), self.strategy.digest)
         return self.worker.test()
+
+    def _identity_error(self, server_round: int) -> float | None:
+        """Return how exactly latents average, in the round that measured it."""
+        strategy = self.strategy
+        if isinstance(strategy, FedFrozenLatent) and strategy.identity_round == server_round:
+            return strategy.identity_error
+        return None
 
     def _phase(self, server_round: int) -> str:
         if server_round == 0:

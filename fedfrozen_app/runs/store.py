@@ -38,6 +38,8 @@ class RoundMetrics:
     round on the clock, central test included.
     ``dropped`` counts sampled clients whose reply did not enter the model. Of text, loss and
     accuracy are per token and ``test_perplexity`` = exp(``test_loss``); of images it is None.
+    ``identity_error`` is max |mean_k theta(z_k) - theta(mean_k z_k)| over the mapped weights, in
+    the first round of latents.
     """
 
     round: int
@@ -56,6 +58,7 @@ class RoundMetrics:
     seconds_total: float
     dropped: int
     test_perplexity: float | None = None
+    identity_error: float | None = None
 
 
 @contextmanager

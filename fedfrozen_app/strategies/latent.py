@@ -17,13 +17,15 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from logging import INFO
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args
 
 import torch
 from flwr.app import ArrayRecord, Message, MetricRecord
 from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Result
 from flwr.supercore import log
 
+from fedfrozen_app.models.generators import Generator, Memory
 from fedfrozen_app.models.latent import LatentMapping, identity_error, mapped_entries
 from fedfrozen_app.models.selection import Selection
 from fedfrozen_app.strategies.base import ServerRule
@@ -51,13 +53,29 @@ class LatentConfig:
         Whether a client keeps the gaussian factors or makes them again in every pass.
     seed : int
         What they are made from.
+
+    Raises
+    ------
+    ValueError
+        For a value that no map can have, before any round rather than at the freeze.
     """
 
     dim: int = 64
     rank: int = 32
-    generator: Literal["gaussian-qr", "sketch"] = "gaussian-qr"
-    memory: Literal["stored", "regenerated"] = "stored"
+    generator: Generator = "gaussian-qr"
+    memory: Memory = "stored"
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.rank <= self.dim:
+            raise ValueError(
+                f"rank must be in 1..dim={self.dim}, got {self.rank}; lower it or raise dim"
+            )
+        for name, names in (("generator", get_args(Generator)), ("memory", get_args(Memory))):
+            if getattr(self, name) not in names:
+                raise ValueError(
+                    f"{name} must be {' or '.join(names)}, got {getattr(self, name)!r}"
+                )
 
     def mapping(self, selection: Selection, device: str | torch.device = "cpu") -> LatentMapping:
         """Return the map over the entries that a selection leaves active."""
@@ -123,16 +141,30 @@ class FedFrozenLatent(FedFrozen):
             )
         if bits not in (32, 8, 4):
             raise ValueError(f"bits must be 32, 8 or 4, got {bits}")
+        if fedfrozen.get("value_l2"):
+            raise ValueError(
+                f"value_l2={fedfrozen['value_l2']} acts on weights and here a latent trains; set "
+                "value_l2=0 and give the latent's optimiser a weight decay"
+            )
         if strategy is None:
             fedfrozen = {"weighting": "uniform", **fedfrozen}
         schedule = schedule or FreezeSchedule.warmup(warmup_rounds, frozen)
         super().__init__(strategy, schedule=schedule, **fedfrozen)
         self.latent, self.bits = latent, bits
         self.first_latent_round = schedule.stages[-1][0]
+        self._warm_codecs = self._rule.codecs.upload, self._rule.codecs.broadcast
         self.mapping: LatentMapping | None = None  # None: the warm-up
         self.z = torch.zeros(0)
-        self.identity_error: float | None = None  # of the first round's latents
+        self.identity_error: float | None = None  # of the first latents that came
+        self.identity_round: int | None = None  # when that was
         self._seen: list[torch.Tensor] = []
+
+    def start(self, *args: Any, **kwargs: Any) -> Result:
+        """Run the federation as ``FedFrozen.start`` does; a second run has a base of its own."""
+        if not self._restored:
+            self._leave_latents(torch.zeros(0))
+            self.identity_error = self.identity_round = None
+        return super().start(*args, **kwargs)
 
     def check(self, arrays: ArrayRecord) -> None:
         """Raise ValueError, before any training, if the model cannot be mapped."""
@@ -140,6 +172,12 @@ class FedFrozenLatent(FedFrozen):
         shapes = {name: torch.empty(a.shape, device="meta") for name, a in arrays.items()}
         selection = Selection.build(self.schedule.specs()[-1], shapes)
         mapped_entries(selection)
+
+    def summary(self) -> None:
+        """Log when latents begin, their map, and what ``FedFrozen`` logs."""
+        where = f"from round {self.first_latent_round}, {self.bits} bits"
+        log(INFO, "\t├──> Latents: %s, %s", where, self.latent)
+        super().summary()
 
     def is_frozen(self, server_round: int) -> bool:
         """Whether only a latent trains in a round."""
@@ -162,6 +200,11 @@ class FedFrozenLatent(FedFrozen):
             self.z = self.mapping.flat_zero()
             self.state = FreezeState(spec, FrozenBlock.of(tensors))
             self._rule.forget_moments()
+
+    def _leave_latents(self, z: torch.Tensor) -> None:
+        """Be as before the first round of latents, which begins at ``z`` if that is not empty."""
+        self.mapping, self.z = None, z
+        self._rule.compress(*self._warm_codecs)
 
     @property
     def _rule(self) -> ServerRule[Any, Any]:
@@ -191,7 +234,8 @@ class FedFrozenLatent(FedFrozen):
         """Let the rule average the latents; return the model they stand for."""
         if self.mapping is None:
             return super().aggregate_train(server_round, replies)
-        self._rule.watch = self._watch if self.identity_error is None else None
+        self._seen = []
+        self._rule.watch = self._watch if self.identity_round is None else None
         arrays, metrics = super().aggregate_train(server_round, replies)
         if arrays is None:
             return None, metrics
@@ -207,7 +251,7 @@ class FedFrozenLatent(FedFrozen):
         """Measure how far the mean of the models is from the model of the mean."""
         assert self.mapping is not None and self.state.block is not None
         self.identity_error = identity_error(self.mapping, self.state.block.tensors, self._seen)
-        self._seen = []
+        self.identity_round, self._seen = server_round, []
         log(INFO, "round %d: identity error %.1e", server_round, self.identity_error)
 
     def model(self) -> Tensors:
@@ -222,9 +266,12 @@ class FedFrozenLatent(FedFrozen):
     # --- state ------------------------------------------------------------------------
     def state_dict(self) -> dict[str, Any]:
         """Return the latent beside what ``FedFrozen`` keeps."""
-        return {**super().state_dict(), "z": self.z.clone()}
+        identity = {"round": self.identity_round, "error": self.identity_error}
+        return {**super().state_dict(), "z": self.z.clone(), "identity": identity}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over a state returned by :meth:`state_dict`."""
         super().load_state_dict(state)
-        self.z = state["z"].clone()
+        self._leave_latents(state["z"].clone())
+        self.identity_round = state["identity"]["round"]
+        self.identity_error = state["identity"]["error"]

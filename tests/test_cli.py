@@ -28,7 +28,7 @@ def test_config_lists_every_key_and_what_auto_stands_for() -> None:
     assert [key for key in RunConfig.keys() if key not in out] == []
     assert 'model = "auto"  (here "vit-digits")' in out
     words = " ".join(out.split())
-    assert "| fedadagrad | latent: federated rule" in words  # only what this version has
+    assert "| fedadagrad | latent: federated rule" in words
     assert "int | str: optimiser steps" in words
     assert max(map(len, out.splitlines())) <= 100
 

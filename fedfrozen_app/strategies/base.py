@@ -291,12 +291,12 @@ class ServerRule(FlowerFedAvg, Generic[C, S]):
         wire, whole = self._encoded(arrays)
         x = trained(whole, self.buffers)
         self._check_moments(x)
-        extra = to_record(to_namespaces(self.extra_arrays(x)))
-        sent = ArrayRecord({**wire, **extra}) if extra else wire
+        extra = to_namespaces(self.extra_arrays(x))
+        sent = to_record({**to_tensors(wire), **extra}) if extra else wire
         said = ConfigRecord({**config, **codecs.instructions(whole)})
         self._global = whole
         self._decode = None if codecs.up is None else partial(codecs.receive, x=whole)
-        self._expected = {**codecs.expected(whole), **layout_of(extra)}
+        self._expected = {**codecs.expected(whole), **layout_of(to_record(extra))}
         self._sent = list(self._messages(server_round, sent, said, grid, MessageType.TRAIN))
         self.report = RoundReport(cohort=len(self._sent))
         return list(self._sent)

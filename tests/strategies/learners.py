@@ -15,6 +15,7 @@ from fedfrozen_app.models.freeze import freeze_
 from fedfrozen_app.models.selection import Selection
 from fedfrozen_app.strategies.effective_steps import effective_steps
 from fedfrozen_app.strategies.scaffold import Scaffold
+from fedfrozen_app.strategies.versions import ClientVersions
 from fedfrozen_app.training.client_rules import ClientRules
 from fedfrozen_app.training.local import LocalTraining, train
 from fedfrozen_app.transport.arrays import to_record, to_tensors
@@ -65,6 +66,7 @@ class Learners:
     tamper: Tamper | None = None
     sent: dict[int, dict[int, Tensors]] = field(default_factory=dict)
     received: dict[int, dict[int, Tensors]] = field(default_factory=dict)
+    trained: dict[int, dict[int, Tensors]] = field(default_factory=dict)  # y, before encoding
     selections: list[tuple[int, int, str]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -82,7 +84,8 @@ class Learners:
         except MissingFrozenBlock as missing:
             return missing_reply(message, str(missing))
         server_round = int(payload.config["server-round"])  # type: ignore[arg-type]
-        client = int(payload.config["partition-id"])  # type: ignore[arg-type]
+        own = context.node_config["partition-id"]  # stock strategies do not name it
+        client = int(payload.config.get("partition-id", own))  # type: ignore[arg-type]
         settings = self.settings
         if self.steps is not None:
             settings = replace(settings, steps=self.steps(client))
@@ -116,6 +119,7 @@ class Learners:
             self.tamper(server_round, client, arrays)
         self.received.setdefault(server_round, {})[client] = to_tensors(message.content["arrays"])
         self.sent.setdefault(server_round, {})[client] = arrays
+        self.trained.setdefault(server_round, {})[client] = active
         self.selections.append((server_round, client, payload.selection))
         metrics = {"num-examples": result.num_examples, "steps": result.steps}
         return train_reply(message, arrays, metrics)
@@ -140,15 +144,14 @@ class Learners:
 
     def control(self, rule: Scaffold, client: int) -> Kept | None:
         """The control on a client's disk that the server would have it go on from."""
-        said = rule.versions.instructions(client)
-        kept = ClientState(
-            RecordDict(),
-            self.folder,
-            rule.versions.run,
-            client,
-            CONTROL,
-            own_node=False,
-        )
+        return self.kept(rule.versions, client, CONTROL)
+
+    def kept(
+        self, versions: ClientVersions, client: int, name: str, *, node: int | None = None
+    ) -> Kept | None:
+        """The state on a client's disk that counts; a stock strategy knows nodes only."""
+        said = versions.instructions(client if node is None else node)
+        kept = ClientState(RecordDict(), self.folder, versions.run, client, name, own_node=False)
         return kept.get(said[ACCEPTED])  # type: ignore[arg-type]
 
 

@@ -77,6 +77,13 @@ def test_an_unknown_key_names_the_nearest_one(key: str, nearest: str) -> None:
         ({"strategy": "fedavg", "beta1": 0.5}, ["beta1=0.5", "no effect", "leave it at 0.9"]),
         ({"strategy": "latent", "compression": "int8"}, ["compression=int8", "use latent-bits"]),
         ({"strategy": "latent", "broadcast": "int4"}, ["broadcast=int4", "use latent-bits"]),
+        ({"strategy": "latent", "latent-bits": 5}, ["latent-bits", "32, 8 or 4", "got 5"]),
+        ({"strategy": "latent", "latent-rank": 65}, ["latent-rank", "<= latent-dim=64", "got 65"]),
+        ({"strategy": "latent", "value-l2": 0.1}, ["value-l2=0.1", "latent-weight-decay"]),
+        (
+            {"strategy": "latent", "generator": "sketch", "generator-memory": "regenerated"},
+            ["generator-memory=regenerated", "no effect", "generator=gaussian-qr"],
+        ),
         ({"strategy": "fedprox", "proximal-mu": -0.1}, ["proximal-mu", ">= 0", "-0.1", "use 0"]),
         ({"strategy": "fedavgm", "server-lr": 0}, ["server-lr", "> 0", "got 0"]),
         ({"strategy": "fedprox", "server-lr": 0.5}, ["server-lr=0.5", "fedprox", "no effect"]),
@@ -120,6 +127,36 @@ def test_what_cannot_work_is_an_error_that_says_what_to_change(
     with pytest.raises(ConfigError) as caught:
         RunConfig.from_mapping(values)
     assert [word for word in words if word not in str(caught.value)] == []
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("latent-dim", 32),
+        ("latent-rank", 16),
+        ("latent-bits", 4),
+        ("latent-lr", 0.1),
+        ("latent-weight-decay", 0.0),
+        ("latent-clip-norm", 0.0),
+        ("generator", "sketch"),
+        ("generator-memory", "regenerated"),
+    ],
+)
+def test_a_key_of_latents_acts_with_them_alone(key: str, value: Any) -> None:
+    assert RunConfig.from_mapping({"strategy": "latent", key: value}).freezes
+    for strategy in ("fedavg", "fedfrozen"):
+        with pytest.raises(ConfigError, match=f"{key}={value} has no effect with strategy="):
+            RunConfig.from_mapping({"strategy": strategy, key: value})
+
+
+def test_latents_begin_at_once_unless_a_warmup_is_asked_for() -> None:
+    flite = config(strategy="latent", rounds=10)
+    assert (flite.resolved_frozen, flite.resolved_warmup_rounds) == ("all", 0)
+    assert flite.resolved_weighting == "uniform" and flite.freezes
+    assert config(strategy="latent", rounds=10, warmup_ratio=0.4).resolved_warmup_rounds == 4
+    assert config(strategy="latent", rounds=10, warmup_rounds=3).resolved_warmup_rounds == 3
+    assert not config(strategy="latent", rounds=10, warmup_rounds=10).freezes
+    assert config(strategy="latent", weighting="examples").resolved_weighting == "examples"
 
 
 def test_fedfrozen_freezes_query_key_after_four_tenths_of_the_rounds_by_default() -> None:

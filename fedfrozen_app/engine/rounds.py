@@ -200,7 +200,13 @@ def run_federation(config: RunConfig, grid: Grid, on_round: OnRound) -> RunFolde
         When too few clients of a round reply usably.
     """
     worker, strategy = prepare(config)
-    arrays = to_record(worker.initial_weights())
+    initial = worker.initial_weights()
+    if isinstance(strategy, FedFrozenLatent) and strategy.is_frozen(1):
+        try:
+            strategy.check_head(initial)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+    arrays = to_record(initial)
     folder = RunFolder.create(config)
     folder.write_partition(partition_report(worker.partition, worker.dataset))
     Federation(config, grid, worker, strategy, folder).run(arrays, on_round)

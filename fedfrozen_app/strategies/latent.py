@@ -15,7 +15,7 @@ active are mapped; biases, norms and the head rest. T_warm = 0 is FLITE on the p
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from logging import INFO
 from typing import Any, Literal, Self, get_args
 
@@ -26,6 +26,7 @@ from flwr.serverapp.strategy import Result
 from flwr.supercore import log
 
 from fedfrozen_app.models.generators import Generator, Memory
+from fedfrozen_app.models.head import head_entries
 from fedfrozen_app.models.latent import LatentMapping, identity_error, mapped_entries
 from fedfrozen_app.models.selection import Selection
 from fedfrozen_app.strategies.base import ServerRule
@@ -82,8 +83,12 @@ class LatentConfig:
         return LatentMapping(selection, device=device, **asdict(self))
 
     def to_text(self) -> str:
-        """Return what a message carries."""
-        return json.dumps(asdict(self))
+        """Return what a message carries, every byte of it in every message: no defaults."""
+        said = asdict(self)
+        for field in fields(self):
+            if said[field.name] == field.default:
+                del said[field.name]
+        return json.dumps(said, separators=(",", ":"))
 
     @classmethod
     def from_text(cls, text: str) -> Self:
@@ -173,6 +178,16 @@ class FedFrozenLatent(FedFrozen):
         selection = Selection.build(self.schedule.specs()[-1], shapes)
         mapped_entries(selection)
 
+    def check_head(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Raise ValueError if the base's head is zero: no gradient then reaches a latent."""
+        weights = {name: tensors[name] for name in head_entries(tensors) if tensors[name].ndim > 1}
+        if weights and not any(tensor.count_nonzero() for tensor in weights.values()):
+            raise ValueError(
+                f"{min(weights)} of the base is zero and latents do not train it, so nothing would "
+                "ever move; set head=frozen-orthogonal, take weights with a trained head, or warm "
+                "up first"
+            )
+
     def summary(self) -> None:
         """Log when latents begin, their map, and what ``FedFrozen`` logs."""
         where = f"from round {self.first_latent_round}, {self.bits} bits"
@@ -191,6 +206,7 @@ class FedFrozenLatent(FedFrozen):
 
     def _begin_latents(self, spec: str, tensors: Tensors) -> None:
         """Make the present model the base and begin at z = 0; or go on where it was saved."""
+        self.check_head(tensors)
         self.mapping = self.latent.mapping(Selection.build(spec, tensors))
         log(INFO, "latents: %s", self.mapping.describe())
         self._selection, self._selected = None, spec

@@ -438,11 +438,25 @@ def test_a_map_that_cannot_be_is_refused_when_it_is_named(
         LatentConfig(**options)
 
 
+def test_what_a_message_says_of_the_map_is_short_and_complete() -> None:
+    assert LatentConfig(seed=3).to_text() == '{"seed":3}'
+    assert SMALL.to_text() == '{"dim":5,"rank":3,"generator":"sketch","seed":7}'
+    for latent in (LatentConfig(), SMALL, LatentConfig(memory="regenerated", seed=2**64 - 1)):
+        assert LatentConfig.from_text(latent.to_text()) == latent
+
+
+def test_a_base_whose_head_is_zero_is_refused(clients: Callable[..., Latents]) -> None:
+    base = {**initial(), HEAD: torch.zeros(5, WIDTH)}
+    with pytest.raises(ValueError, match="head.weight of the base is zero .*warm up first"):
+        clients().run(flite(), 1, to_record(base))
+    base = {**initial(), HEAD: torch.zeros(5, WIDTH)}
+    clients().run(flite(warmup_rounds=1), 2, to_record(base))  # trained in the warm-up
+
+
 @pytest.mark.parametrize("text", ["{", "5", '{"dims": 3}', '{"dim": "3"}', '{"dim": 3}'])
 def test_a_text_that_is_no_map_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="rank must be|fedfrozen.latent is not a latent's config"):
         LatentConfig.from_text(text)
-    assert LatentConfig.from_text(SMALL.to_text()) == SMALL
 
 
 @pytest.mark.parametrize("frozen", ["head", "*.qkv.weight"])

@@ -31,8 +31,9 @@ def test_every_field_of_a_rules_config_is_a_config_key() -> None:
 
 
 DEFAULTS: dict[str, dict[str, Any]] = {
-    "fedavg": {},
-    "fedfrozen": {},
+    "fedavg": {"weighting": "examples"},
+    "fedfrozen": {"weighting": "examples"},
+    "latent": {"weighting": "uniform"},
     "fedprox": {"proximal_mu": 0.01},
     "scaffold": {"server_lr": 1.0, "num_clients": 13},
     "fednova": {"momentum": 0.9, "proximal_mu": 0.0, "lr": 0.01},

@@ -11,13 +11,14 @@ import pytest
 import torch
 from flwr.app import ConfigRecord
 
-from fedfrozen_app.config import ConfigError
+from fedfrozen_app.config import ConfigError, RunConfig
 from fedfrozen_app.engine.local_grid import LocalGrid
 from fedfrozen_app.engine.rounds import prepare
 from fedfrozen_app.models.latent import LatentMapping
 from fedfrozen_app.models.selection import Selection
 from fedfrozen_app.strategies import FedAvgM
 from fedfrozen_app.strategies.latent import FedFrozenLatent, LatentConfig
+from fedfrozen_app.training.local import local_work
 from fedfrozen_app.training.worker import Worker, resident
 from fedfrozen_app.transport.arrays import to_record, to_tensors
 from fedfrozen_app.transport.ledger import LedgerGrid
@@ -114,10 +115,31 @@ def test_local_training_of_a_latent_lowers_the_loss(runs: Runs) -> None:
     assert 0.1 < float(change.norm()) < float(size(before))
 
 
+def test_a_latent_has_an_optimiser_of_its_own() -> None:
+    keys = {
+        "strategy": "latent",
+        "optimizer": "sgd",
+        "lr": 0.5,
+        "weight-decay": 0.3,
+        "clip-norm": 7,
+    }
+
+    def used(**own: Any) -> tuple[Any, ...]:
+        config = RunConfig.from_mapping({**keys, **own})
+        one = local_work(config, 1, 0, latent=True)
+        return one.optimizer, one.lr, one.weight_decay, one.clip_norm
+
+    assert used() == ("adam", 0.01, 1e-4, 1.0)
+    own = {"latent-lr": 0.2, "latent-weight-decay": 0.4, "latent-clip-norm": 0.0}
+    assert used(**own) == ("adam", 0.2, 0.4, 0.0)
+    warm = local_work(RunConfig.from_mapping(keys), 1, 0)
+    assert (warm.optimizer, warm.lr, warm.weight_decay, warm.clip_norm) == ("sgd", 0.5, 0.3, 7)
+
+
 # --- the mean ---------------------------------------------------------------------------
-@pytest.mark.parametrize("weighting", ["uniform", "examples"])
+@pytest.mark.parametrize(("weighting", "frozen"), [("uniform", "all"), ("examples", "query-key")])
 def test_the_mean_of_latents_is_fedavg_on_the_mapped_weights(
-    tmp_path: Path, cache: str, monkeypatch: pytest.MonkeyPatch, weighting: str
+    tmp_path: Path, cache: str, monkeypatch: pytest.MonkeyPatch, weighting: str, frozen: str
 ) -> None:
     sent: list[dict[str, torch.Tensor]] = []  # what plain FedAvg would have been sent
     real = Worker.active
@@ -127,7 +149,7 @@ def test_the_mean_of_latents_is_fedavg_on_the_mapped_weights(
         return real(self)
 
     monkeypatch.setattr(Worker, "active", active)
-    run = Run(tmp_path, cache, rounds=1, weighting=weighting, **QUICK)
+    run = Run(tmp_path, cache, rounds=1, weighting=weighting, frozen=frozen, **QUICK)
     sizes = [len(rows) for rows in resident(run.config).partition.clients]
     assert len(set(sizes)) == 3 and len(sent) == 3
     weights = torch.tensor(sizes if weighting == "examples" else [1, 1, 1]).double()

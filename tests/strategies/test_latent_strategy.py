@@ -8,9 +8,12 @@ from typing import Any, Literal
 import pytest
 import torch
 from flwr.app import Context, Message
+from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 
-from fedfrozen_app.models.latent import identity_error
+from fedfrozen_app.engine.local_grid import LocalGrid
+from fedfrozen_app.models.freeze import freeze_
+from fedfrozen_app.models.latent import LatentTraining, identity_error
 from fedfrozen_app.models.selection import Selection
 from fedfrozen_app.strategies import (
     FedAdam,
@@ -25,8 +28,10 @@ from fedfrozen_app.strategies import (
     ServerRule,
 )
 from fedfrozen_app.strategies.latent import FedFrozenLatent, LatentConfig
+from fedfrozen_app.training.local import LocalTraining, train
 from fedfrozen_app.transport.arrays import to_record, to_tensors
 from fedfrozen_app.transport.codecs import Codecs
+from fedfrozen_app.transport.frozen_cache import FrozenCache
 from fedfrozen_app.transport.payload import (
     MissingFrozenBlock,
     missing_reply,
@@ -34,6 +39,7 @@ from fedfrozen_app.transport.payload import (
     train_reply,
 )
 from tests.strategies.federation import HEAD, QKV, WHOLE_BYTES, WIDTH, Federation, initial
+from tests.strategies.learners import sequences, small_transformer
 
 DIM, RANK = 5, 3
 SMALL = LatentConfig(dim=DIM, rank=RANK, generator="sketch", seed=7)
@@ -396,6 +402,42 @@ def test_another_seed_is_another_map(clients: Callable[..., Latents]) -> None:
         assert torch.equal(run(1, generator), run(1, generator))
         assert not torch.equal(run(1, generator), run(2, generator))
     assert not torch.equal(run(1, "gaussian-qr"), run(1, "sketch"))
+
+
+# --- a project of one's own --------------------------------------------------------------
+def test_a_users_own_client_trains_latents_as_the_readme_says(tmp_path: Path) -> None:
+    app, examples = ClientApp(), sequences()
+    latent = LatentConfig(dim=31, rank=29, seed=7)
+
+    @app.train()
+    def train_latent(message: Message, context: Context) -> Message:
+        payload = open_payload(message, FrozenCache(tmp_path))
+        assert payload.latent and payload.frozen is not None
+        model = small_transformer()
+        model.load_state_dict(payload.frozen)
+        selection = Selection.build(payload.selection, model.state_dict())
+        mapping = LatentConfig.from_text(payload.latent).mapping(selection)
+        freeze_(model, mapping.selection)
+        training = LatentTraining(mapping, model, payload.active["latent"], payload.frozen)
+        client = int(context.node_config["partition-id"])
+        settings = LocalTraining(steps=7, batch_size=17, optimizer="adam", lr=0.1)
+        result = train(
+            model, examples[client], settings, seed=3, server_round=1, partition_id=client,
+            latent=training,
+        )  # fmt: skip
+        losses.append(result.train_loss)
+        z = training.latent.detach()
+        return train_reply(message, {"latent": z}, {"num-examples": result.num_examples})
+
+    losses: list[float] = []
+    strategy = FedFrozenLatent(FedAvgM(server_momentum=0.0, fraction_evaluate=0.0), latent=latent)
+    base = {name: tensor.clone() for name, tensor in small_transformer().state_dict().items()}
+    result = strategy.start(LocalGrid(app, 4), to_record(base), num_rounds=7)
+    assert strategy.report.dropped == 0
+    assert sum(losses[-4:]) < 0.9 * sum(losses[:4])
+    model = to_tensors(result.arrays)
+    assert [name for name in base if not torch.equal(model[name], base[name])] == [QKV]
+    assert 0 < float(strategy.z.abs().max())
 
 
 # --- refusals ---------------------------------------------------------------------------

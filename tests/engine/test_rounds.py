@@ -67,13 +67,6 @@ def test_the_same_seed_gives_the_same_run_and_another_does_not(tmp_path: Path, c
     assert not equal(one.model, other.model)
 
 
-def test_clients_in_worker_processes_give_the_same_run(tmp_path: Path, cache: str) -> None:
-    one = Run(tmp_path, cache, fraction_train=0.7)
-    two = Run(tmp_path, cache, fraction_train=0.7, jobs=2)
-    assert equal(one.model, two.model)
-    assert one.comparable() == two.comparable()
-
-
 def test_the_run_folder_holds_what_a_report_needs(tmp_path: Path, cache: str) -> None:
     run = Run(tmp_path, cache, warmup_rounds=1)
     assert sorted(path.name for path in run.folder.path.iterdir()) == [

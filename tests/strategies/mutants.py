@@ -33,8 +33,8 @@ FEDAVG: list[Fault] = [
     (
         "uniform for weighted mean",
         AVERAGE,
-        "mean.add(update.arrays, update.num_examples)",
-        "mean.add(update.arrays)",
+        "1.0 if uniform else update.num_examples",
+        "1.0",
     ),
     (
         "every reply weighs the same",

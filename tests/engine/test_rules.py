@@ -268,7 +268,7 @@ def test_a_server_that_lost_its_clients_controls_is_told(
     arrays, saved, _ = go_on(config, start, range(1, 4), None)
     rest, _, _ = go_on(config, arrays, range(4, 6), saved)
     assert not equal(to_tensors(rest), partial.model)
-    assert any("has lost version" in record.getMessage() for record in caplog.records)
+    assert any("has lost its SCAFFOLD control" in record.getMessage() for record in caplog.records)
 
 
 def test_momentum_counts_in_the_control_as_the_steps_it_makes(tmp_path: Path, cache: str) -> None:

@@ -319,7 +319,7 @@ def test_the_identity_error_is_measured_and_logged_once(
 ) -> None:
     federation, strategy = clients(), flite(warmup_rounds=1)
     federation.drops = frozenset({(2, client) for client in range(3)})  # the first that counts: 3
-    with caplog.at_level("INFO"):
+    with caplog.at_level("INFO", logger="flwr"):
         federation.run(strategy, 5)
     assert strategy.identity_round == 3 and strategy.identity_error is not None
     lines = [line for line in caplog.messages if "identity error" in line]

@@ -91,6 +91,8 @@ def test_a_command_of_the_readme_runs(
         assert "run folder:" in out
     elif line.startswith("fedfrozen config"):
         assert "warmup-rounds" in out
+    elif line.startswith("fedfrozen pretrain"):
+        assert (checkout / shlex.split(line)[-1]).exists()
     else:
         assert (checkout / shlex.split(line)[-1] / "partition.png").exists()
 

@@ -9,6 +9,7 @@ from fedfrozen_app.strategies.fedfrozen import FedFrozen
 from fedfrozen_app.strategies.fednova import FedNova
 from fedfrozen_app.strategies.fedprox import FedProx
 from fedfrozen_app.strategies.fedyogi import FedYogi
+from fedfrozen_app.strategies.latent import FedFrozenLatent, LatentConfig
 from fedfrozen_app.strategies.replies import QuorumError, RoundReport
 from fedfrozen_app.strategies.scaffold import Scaffold
 from fedfrozen_app.strategies.schedule import FreezeSchedule
@@ -19,10 +20,12 @@ __all__ = [
     "FedAvg",
     "FedAvgM",
     "FedFrozen",
+    "FedFrozenLatent",
     "FedNova",
     "FedProx",
     "FedYogi",
     "FreezeSchedule",
+    "LatentConfig",
     "QuorumError",
     "RoundReport",
     "Scaffold",

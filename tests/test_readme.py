@@ -16,7 +16,8 @@ from fedfrozen_app.engine.processes import end_processes
 
 ROOT = Path(__file__).resolve().parents[1]
 BLOCKS = re.findall(r"```bash\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
-# the two commands that do all the set-up are run by .ci/run, in a fresh environment
+# the two commands that do all the set-up are run by .ci/run, in a fresh environment; so are
+# these tests, although they are slow
 SETUP = [block for block in BLOCKS if re.match(r"# (run|test)\n", block)]
 LINES = [line for block in BLOCKS if block not in SETUP for line in block.splitlines()]
 FLOWER = [line for line in LINES if "flwr" in line.lower()]
@@ -82,6 +83,7 @@ def test_the_readme_has_the_two_setup_commands_and_others() -> None:
     assert len(LINES) >= 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("line", [line for line in LINES if line not in FLOWER])
 def test_a_command_of_the_readme_runs(
     line: str, checkout: Path, environment: dict[str, str]
@@ -97,6 +99,7 @@ def test_a_command_of_the_readme_runs(
         assert (checkout / shlex.split(line)[-1] / "partition.png").exists()
 
 
+@pytest.mark.slow
 def test_the_same_run_through_flowers_own_runtime_has_the_same_metrics(
     checkout: Path, environment: dict[str, str]
 ) -> None:

@@ -124,7 +124,8 @@ def test_the_trained_entries_do_move_by_each_rule(tmp_path: Path) -> None:
         for other in NAMES
         if one < other
     }
-    assert min(distances.values()) > 1e-6, min(distances, key=distances.__getitem__)
+    same = {pair for pair, distance in distances.items() if distance <= 1e-6}
+    assert same == {("fedavg", "latent")}  # there the wrapper makes the difference
 
 
 @pytest.mark.parametrize("rule", [FedAvgM(server_momentum=0.9), FedAdam(server_lr=1.0)])

@@ -26,6 +26,7 @@ from torch import nn
 
 from fedfrozen_app.models.freeze import freeze_, train_mode_
 from fedfrozen_app.models.latent import LatentMapping, LatentTraining
+from fedfrozen_app.models.resnet import create_resnet
 from fedfrozen_app.models.selection import Selection
 from fedfrozen_app.seeds import torch_generator
 
@@ -33,15 +34,6 @@ NUM_CLASSES = 100
 WAYS = [("gaussian-qr", "stored"), ("gaussian-qr", "regenerated"), ("sketch", "stored")]
 SKETCH = WAYS[-1]
 CLEAR_REFS = Path("/proc/self/clear_refs")
-
-
-def resnet18_gn() -> nn.Module:
-    """Return ResNet-18 with GroupNorm(32) and a 3x3 stem, as in arXiv:2607.18343."""
-    norm = partial(timm.layers.GroupNorm, num_groups=32)
-    model: nn.Module = timm.create_model("resnet18", num_classes=NUM_CLASSES, norm_layer=norm)
-    model.conv1 = nn.Conv2d(3, 64, 3, padding=1, bias=False)
-    model.maxpool = nn.Identity()
-    return model
 
 
 def vit(name: str, **kwargs: int) -> nn.Module:
@@ -55,7 +47,7 @@ def linear() -> nn.Module:
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    "resnet18-gn": resnet18_gn,
+    "resnet18-gn": partial(create_resnet, "resnet18-gn", NUM_CLASSES),
     "vit-b-32": partial(vit, "vit_base_patch32_224"),
 }
 

@@ -22,25 +22,25 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 from flwr.supercore import log
 
+from fedfrozen_app.models.entries import wide
 from fedfrozen_app.models.patterns import ALL
 from fedfrozen_app.models.reselect import reselect
 from fedfrozen_app.models.selection import Selection
 from fedfrozen_app.strategies.buffers import BufferMean, trained
-from fedfrozen_app.strategies.mean import Tensors, wide
+from fedfrozen_app.strategies.mean import Tensors
 from fedfrozen_app.strategies.replies import (
     Decode,
-    Layout,
     RoundReport,
     accepted,
     check_quorum,
     check_share,
     in_client_order,
     is_finite,
-    layout_of,
 )
 from fedfrozen_app.strategies.sampling import Members, NodesAsTheyCome, sample_cohort
 from fedfrozen_app.strategies.versions import ClientVersions
 from fedfrozen_app.transport.arrays import to_record, to_tensors
+from fedfrozen_app.transport.codec import Layout, layout_of_tensors
 from fedfrozen_app.transport.codecs import Codecs
 from fedfrozen_app.transport.payload import (
     PARTITION_ID,
@@ -296,7 +296,7 @@ class ServerRule(FlowerFedAvg, Generic[C, S]):
         said = ConfigRecord({**config, **codecs.instructions(whole)})
         self._global = whole
         self._decode = None if codecs.up is None else partial(codecs.receive, x=whole)
-        self._expected = {**codecs.expected(whole), **layout_of(to_record(extra))}
+        self._expected = {**codecs.expected(whole), **layout_of_tensors(extra)}
         self._sent = list(self._messages(server_round, sent, said, grid, MessageType.TRAIN))
         self.report = RoundReport(cohort=len(self._sent))
         return list(self._sent)

@@ -13,17 +13,8 @@ from collections.abc import Collection, Mapping
 
 import torch
 
+from fedfrozen_app.models.entries import is_trained
 from fedfrozen_app.strategies.mean import Mean, Tensors
-
-STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
-
-
-def is_trained(name: str, tensor: torch.Tensor, buffers: Collection[str] = ()) -> bool:
-    """Whether the rules act on an entry; if not, it is a buffer, as are the names given."""
-    is_statistic = name.rpartition(".")[2] in STATISTICS
-    if is_statistic or name in buffers:
-        return False
-    return tensor.is_floating_point() and tensor.ndim > 0
 
 
 def trained(tensors: Mapping[str, torch.Tensor], buffers: Collection[str] = ()) -> Tensors:

@@ -33,16 +33,17 @@ from fedfrozen_app.strategies.mean import Tensors
 from fedfrozen_app.strategies.replies import (
     RoundReport,
     accepted,
+    any_float,
     check_quorum,
     check_share,
     in_client_order,
-    layout_of,
 )
 from fedfrozen_app.strategies.scaffold import Scaffold
 from fedfrozen_app.strategies.schedule import FreezeSchedule
 from fedfrozen_app.strategies.versions import ClientVersions
 from fedfrozen_app.transport.arrays import to_record, to_tensors
 from fedfrozen_app.transport.block import FrozenBlock
+from fedfrozen_app.transport.codec import layout_of_tensors
 from fedfrozen_app.transport.codecs import Codecs
 from fedfrozen_app.transport.payload import (
     NUM_EXAMPLES,
@@ -379,7 +380,7 @@ class FedFrozen(Strategy):
         client, key, report = Addressees(self._sent), weight_key(self.strategy), self._report
         ordered = in_client_order(self._grid, replies, client)
         decode = None
-        expected = layout_of(to_record(self._x), any_float=True)
+        expected = any_float(layout_of_tensors(self._x))
         if self.codecs.up is not None:
             expected = self.codecs.expected(self._x)
             decode = partial(self.codecs.receive, x=self._x)

@@ -8,12 +8,9 @@ from collections.abc import Mapping
 
 import torch
 
+from fedfrozen_app.models.entries import wide
+
 Tensors = dict[str, torch.Tensor]
-
-
-def wide(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a float tensor in the precision that rules compute in, at least fp32."""
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 class Mean:

@@ -8,12 +8,12 @@ from fnmatch import fnmatchcase
 from logging import WARNING
 
 import torch
-from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict
+from flwr.app import Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 from flwr.supercore import log
 
 from fedfrozen_app.transport.arrays import to_record, to_tensors
-from fedfrozen_app.transport.codec import PACKED
+from fedfrozen_app.transport.codec import PACKED, Layout
 from fedfrozen_app.transport.payload import (
     NAMESPACES,
     SERVER_ROUND,
@@ -25,7 +25,6 @@ from fedfrozen_app.transport.payload import (
 NON_FINITE = "non-finite values"
 MAX_COUNT = 10**7  # of what a client says it counted
 ANSI_STYLE = re.compile(r"\x1b\[[0-9;]*m")
-Layout = dict[str, tuple[tuple[int, ...], str]]  # shape and dtype (a glob) by entry
 Decode = Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
 
 
@@ -75,13 +74,12 @@ class QuorumError(RuntimeError):
     """Too few usable replies to go on with."""
 
 
-def layout_of(record: ArrayRecord, *, any_float: bool = False) -> Layout:
-    """Return shape and dtype by entry; with ``any_float`` a float may have any width."""
-
-    def dtype(array: Array) -> str:
-        return "float*" if any_float and array.dtype.startswith("float") else array.dtype
-
-    return {name: (tuple(array.shape), dtype(array)) for name, array in record.items()}
+def any_float(layout: Layout) -> Layout:
+    """Return a layout in which a float may have any width."""
+    return {
+        name: (shape, "float*" if dtype.startswith("float") else dtype)
+        for name, (shape, dtype) in layout.items()
+    }
 
 
 def refusal(

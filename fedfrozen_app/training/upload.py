@@ -4,11 +4,12 @@ from collections.abc import Mapping
 
 import torch
 
+from fedfrozen_app.models.entries import wide
 from fedfrozen_app.models.reselect import reselect
 from fedfrozen_app.models.selection import Selection
 from fedfrozen_app.training.kept import KeptByVersion, Tensors
 from fedfrozen_app.transport.client_state import ClientState
-from fedfrozen_app.transport.codec import Codec, layout_of_tensors, trained_names, wide
+from fedfrozen_app.transport.codec import Codec, layout_of_tensors, trained_names
 from fedfrozen_app.transport.compression import START, with_feedback
 from fedfrozen_app.transport.payload import Payload, from_namespaces, to_namespaces
 

@@ -1,6 +1,6 @@
 """What every codec has in common: which entries it changes, the arrays it sends, its checks.
 
-Entries that no optimiser trains (:mod:`fedfrozen_app.strategies.buffers`) and those a codec
+Entries that no optimiser trains (:func:`fedfrozen_app.models.entries.is_trained`) and those a codec
 cannot make smaller travel as they are, under their own names. All others are packed, in name
 order, into a few flat arrays named ``packed/...``. Shapes and dtypes of all of them follow
 from the layout of the model, so a receiver knows them before it reads anything.
@@ -14,6 +14,8 @@ from typing import ClassVar
 
 import torch
 
+from fedfrozen_app.models.entries import is_trained
+
 Tensors = dict[str, torch.Tensor]
 Shapes = dict[str, tuple[int, ...]]
 Layout = dict[str, tuple[tuple[int, ...], str]]  # shape and dtype's name by entry
@@ -23,19 +25,12 @@ NOTHING: Mapping[str, torch.Tensor] = MappingProxyType({})
 
 
 def layout_of_tensors(tensors: Mapping[str, torch.Tensor]) -> Layout:
-    """Return shape and dtype by entry, as ``strategies.replies.layout_of`` does of a record."""
+    """Return shape and dtype by entry."""
     return {name: (tuple(t.shape), _dtype_name(t)) for name, t in tensors.items()}
-
-
-def wide(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a float tensor in the precision that codecs compute in, at least fp32."""
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 def trained_names(layout: Layout) -> list[str]:
     """Return the entries that may be changed on their way, in name order."""
-    from fedfrozen_app.strategies.buffers import is_trained  # strategies import this module
-
     like = {
         name: torch.empty(shape, dtype=dtype_of(name, dtype), device="meta")
         for name, (shape, dtype) in layout.items()

@@ -15,6 +15,7 @@ from typing import Self
 import torch
 from flwr.app import ConfigRecord
 
+from fedfrozen_app.models.entries import wide
 from fedfrozen_app.transport.codec import (
     Codec,
     Layout,
@@ -22,7 +23,6 @@ from fedfrozen_app.transport.codec import (
     dtype_of,
     layout_of_tensors,
     trained_names,
-    wide,
 )
 from fedfrozen_app.transport.codec_name import check_broadcast
 from fedfrozen_app.transport.compression import parse_codec

@@ -19,6 +19,7 @@ from collections.abc import Mapping
 
 import torch
 
+from fedfrozen_app.models.entries import wide
 from fedfrozen_app.transport.codec import (
     NOTHING,
     Codec,
@@ -27,7 +28,6 @@ from fedfrozen_app.transport.codec import (
     dtype_of,
     layout_of_tensors,
     trained_names,
-    wide,
 )
 from fedfrozen_app.transport.codec_name import read_codec_name
 from fedfrozen_app.transport.low_rank import PowerSGD

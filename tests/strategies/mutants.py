@@ -8,7 +8,7 @@ from typing import NamedTuple
 RULES = "fedfrozen_app/strategies/"
 AVERAGE, MEAN, BASE = RULES + "fedavg.py", RULES + "mean.py", RULES + "base.py"
 PROX, NOVA, STEPS = RULES + "fedprox.py", RULES + "fednova.py", RULES + "effective_steps.py"
-SCAFFOLD, BUFFERS = RULES + "scaffold.py", RULES + "buffers.py"
+SCAFFOLD, ENTRIES = RULES + "scaffold.py", "fedfrozen_app/models/entries.py"
 MOMENTUM, ADAM = RULES + "fedavgm.py", RULES + "fedadam.py"
 YOGI, ADAGRAD = RULES + "fedyogi.py", RULES + "fedadagrad.py"
 CLIENT, CLIENT_RULES = "fedfrozen_app/client_app.py", "fedfrozen_app/training/client_rules.py"
@@ -57,7 +57,7 @@ FEDAVG: list[Fault] = [
     ),
     (
         "a mean in half precision",
-        MEAN,
+        ENTRIES,
         "torch.promote_types(tensor.dtype, torch.float32)",
         "tensor.dtype",
     ),
@@ -264,7 +264,7 @@ FEDAVGM: list[Fault] = [
     ),
     (
         "running statistics in the optimiser",
-        BUFFERS,
+        ENTRIES,
         "if is_statistic or name in buffers:",
         "if name in buffers:",
         "test_buffers.py",
@@ -299,7 +299,7 @@ FEDADAM: list[Fault] = [
     ),
     (
         "counters in the optimiser",
-        BUFFERS,
+        ENTRIES,
         "return tensor.is_floating_point() and tensor.ndim > 0",
         "return tensor.is_floating_point()",
         "test_buffers.py",

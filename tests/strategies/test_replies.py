@@ -12,10 +12,10 @@ from fedfrozen_app.strategies import FedAvg, FedFrozen, QuorumError
 from fedfrozen_app.strategies.replies import (
     in_client_order,
     is_finite,
-    layout_of,
     refusal,
 )
 from fedfrozen_app.transport.arrays import to_record, to_tensors
+from fedfrozen_app.transport.codec import layout_of_tensors
 from fedfrozen_app.transport.payload import Addressees, missing_reply, train_reply
 from tests.strategies.federation import Federation, initial
 
@@ -30,7 +30,7 @@ def reply_of(root: Path, client: int = 1, **metrics: Any) -> Message:
 
 
 def reason(reply: Message, server_round: int = 4) -> str | None:
-    return refusal(reply, layout_of(to_record(initial())), "num-examples", server_round)
+    return refusal(reply, layout_of_tensors(initial()), "num-examples", server_round)
 
 
 def test_a_good_reply_is_accepted(tmp_path: Path) -> None:

@@ -131,8 +131,8 @@ class RunConfig(BaseModel):
         "auto",
         min_length=1,
         description="vit-digits, vit-b-32, vit-s-16, the name of any timm Vision Transformer, "
-        "resnet18-gn, resnet34-gn, tinygpt or tinygpt-mini (text); auto = the paper's model for "
-        "the data set",
+        "resnet18-gn, resnet34-gn, resnet20-gn, tinygpt or tinygpt-mini (text); auto = the "
+        "paper's model for the data set",
     )
     weights: str = Field(
         "auto",

@@ -34,9 +34,11 @@ def shapes(model: str, num_classes: int) -> dict[str, torch.Tensor]:
     [
         ("resnet18-gn", 100, 20, 11_159_232, 11_220_132),  # arXiv:2607.18343, section 4
         ("resnet34-gn", 200, 36, 21_259_968, 21_379_592),
+        # arXiv:1512.03385, section 4.2: 18 3x3 convolutions, the stem, and here two shortcuts
+        ("resnet20-gn", 10, 21, 270_256, 272_474),
     ],
 )
-def test_the_models_are_of_the_papers_size(
+def test_the_models_are_of_their_papers_size(
     model: str, num_classes: int, tensors: int, weights: int, total: int
 ) -> None:
     state = shapes(model, num_classes)
@@ -52,6 +54,12 @@ def test_a_state_dict_has_the_names_and_order_of_torchvision() -> None:
     names = list(shapes("resnet18-gn", 7))
     assert names == list(plain.state_dict())
     assert shapes("resnet18-gn", 7)["conv1.weight"].shape == (64, 3, 3, 3)
+    blocks = {name.split(".", 1)[1] for name in names if name.startswith("layer2")}
+    small = list(shapes("resnet20-gn", 7))
+    assert {name.split(".", 1)[1] for name in small if name.startswith("layer2.")} >= blocks
+    assert [name for name in small if not name.startswith("layer")] == [
+        name for name in names if not name.startswith("layer")
+    ]
 
 
 @pytest.mark.parametrize(("size", "last"), [(32, 4), (64, 8)])
@@ -66,6 +74,22 @@ def test_no_pixel_is_pooled_away_before_the_first_block(size: int, last: int) ->
     with torch.no_grad():
         assert model(torch.rand(2, 3, size, size)).shape == (2, 7)
     assert seen == {"layer1": (2, 64, size, size), "layer4": (2, 512, last, last)}
+
+
+def test_the_small_model_halves_its_maps_twice_and_normalises_in_eight_groups() -> None:
+    model = create_model(config("resnet20-gn"), 7)
+    sizes = []
+    for stage in (1, 2, 3):
+        model.get_submodule(f"layer{stage}").register_forward_hook(
+            lambda _, __, out: sizes.append(tuple(out.shape[1:]))
+        )
+    with torch.no_grad():
+        assert model(torch.rand(2, 3, 32, 32)).shape == (2, 7)
+    assert sizes == [(16, 32, 32), (32, 16, 16), (64, 8, 8)]
+    norms = [module for module in model.modules() if isinstance(module, nn.GroupNorm)]
+    assert len(norms) == 21 and {norm.num_groups for norm in norms} == {8}
+    weight = model.get_parameter("layer3.1.conv2.weight").detach()
+    assert weight.std() == pytest.approx((2 / (64 * 9)) ** 0.5, rel=0.05)
 
 
 def test_values_come_from_the_seed_alone_and_trust_no_memory() -> None:

@@ -156,6 +156,53 @@ def show_result(path: Path) -> None:
     console.print(f"run folder: {path}", soft_wrap=True, highlight=False)
 
 
+@app.command()
+def sweep(
+    words: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="SWEEP.toml [KEY=VALUE]...",
+            help="file with a [sweep] table of lists, and config for every run",
+        ),
+    ],
+    overrides: Overrides = None,
+    out: Annotated[
+        Path | None, typer.Option(help="folder of the run folders; else runs/<name of the file>")
+    ] = None,
+    jobs: Annotated[int, typer.Option(min=1, help="runs at once; they share the cores")] = 1,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(metavar="LABEL=VALUE[,VALUE]", help="part of a swept list; repeatable"),
+    ] = None,
+    dry_run: Annotated[bool, typer.Option(help="print the runs and start none")] = False,
+) -> None:
+    """Run a grid of runs; those that are done are not run again."""
+    from fedfrozen_app.runs.sweep import parse_only, read_sweep
+    from fedfrozen_app.runs.sweep_command import print_plan, run_sweep
+
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as under nohup
+        signal.signal(signal.SIGHUP, signal.default_int_handler)
+    try:
+        files = [word for word in words if "=" not in word]
+        if len(files) != 1:
+            raise ConfigError(f"sweep takes one file with a [sweep], got {files or 'none'}")
+        pairs = parse_overrides([*(word for word in words if "=" in word), *(overrides or [])])
+        grid = read_sweep(Path(files[0]), pairs, only=parse_only(only or []), out=out)
+        failures = print_plan(grid, console) if dry_run else run_sweep(grid, console, jobs)
+    except ConfigError as error:
+        fail(str(error), 2)
+    except OSError as error:
+        fail(f"{type(error).__name__}: {error}", 1)
+    except KeyboardInterrupt:
+        fail("interrupted; the same command goes on with the runs that are not done", 130)
+    if failures:
+        lines = [f"{name}: {reason}" for name, reason in failures.items()]
+        fail(
+            "\n  ".join([f"{len(failures)} runs failed; the same command tries again:", *lines]), 1
+        )
+
+
 @app.command("pretrain")
 def pretrain_base(
     out: Annotated[Path, typer.Option(help="safetensors file to write, for weights=FILE")],

@@ -1,5 +1,6 @@
 """Config keys from text: an experiment file, and ``key=value`` on a command line."""
 
+import json
 import re
 import tomllib
 from collections.abc import Iterable
@@ -8,10 +9,15 @@ from typing import Any
 
 from fedfrozen_app.config import ConfigError, ConfigValue, RunConfig
 
+# one key=value of several: a quoted value to its closing quote, any other up to the next key=
+PAIR = re.compile(
+    r"""\s*([A-Za-z][\w-]*\s*=\s*(?:"[^"]*"|'[^']*')|.+?)(?=\s+[A-Za-z][\w-]*=|\s*$)""", re.S
+)
+
 
 def parse_overrides(texts: Iterable[str]) -> dict[str, ConfigValue]:
     """Parse ``key=value`` texts; one text may hold several, as ``"lr=0.1 rounds=3"``."""
-    pairs = [pair for text in texts for pair in re.split(r"\s+(?=[A-Za-z][\w-]*=)", text.strip())]
+    pairs = [pair for text in texts for pair in PAIR.findall(text.strip()) or [text]]
     return dict(map(parse_override, pairs))
 
 
@@ -36,6 +42,40 @@ def parse_override(text: str) -> tuple[str, ConfigValue]:
     return key, value
 
 
+def format_override(key: str, value: ConfigValue) -> str:
+    """Return the ``key=value`` that :func:`parse_overrides` reads as this very value.
+
+    Raises
+    ------
+    ConfigError
+        For a text that none is read as: it holds both kinds of quotes, and ``name=`` in it.
+    """
+    text = value if isinstance(value, str) else json.dumps(value)
+    for quote in ("", '"', "'"):
+        pair = f"{key}={quote}{text}{quote}"
+        if parse_overrides([pair]) == {key: value}:
+            return pair
+    raise ConfigError(f"{key}={value!r} cannot be written on a command line; rename it")
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Read an experiment TOML.
+
+    Raises
+    ------
+    ConfigError
+        If the file is missing or no TOML.
+    """
+    try:
+        return tomllib.loads(path.read_text())
+    except FileNotFoundError:
+        raise ConfigError(f"experiment file {str(path)!r} does not exist") from None
+    except OSError as error:
+        raise ConfigError(f"{str(path)!r} cannot be read: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"experiment file {str(path)!r} is not valid TOML: {error}") from None
+
+
 def read_experiment(path: Path) -> dict[str, Any]:
     """Read the flat config keys of an experiment TOML.
 
@@ -44,17 +84,10 @@ def read_experiment(path: Path) -> dict[str, Any]:
     ConfigError
         If the file is missing, no TOML, or a grid of runs.
     """
-    try:
-        content = tomllib.loads(path.read_text())
-    except FileNotFoundError:
-        raise ConfigError(f"experiment file {str(path)!r} does not exist") from None
-    except OSError as error:
-        raise ConfigError(f"{str(path)!r} cannot be read: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"experiment file {str(path)!r} is not valid TOML: {error}") from None
+    content = read_toml(path)
     if "sweep" in content:
         raise ConfigError(
-            f"{str(path)!r} has a [sweep], which is a grid of runs, and this is one run; take it "
-            "out and give single values"
+            f"{str(path)!r} has a [sweep], which is a grid of runs, and this is one run; run them "
+            "all with `fedfrozen sweep`, or take it out and give single values"
         )
     return content

@@ -1,0 +1,69 @@
+"""Which runs are done, and which result each of them is."""
+
+import json
+from pathlib import Path
+
+from fedfrozen_app.config import RunConfig
+from fedfrozen_app.runs.store import RunFolder
+from fedfrozen_app.strategies.base import DivergedError
+from fedfrozen_app.strategies.replies import NON_FINITE
+
+# how and where a run is made, not what comes out
+IGNORED = ("run-name", "run-dir", "cache-dir", "threads", "jobs")
+DIVERGED = (NON_FINITE, DivergedError.__name__)  # as a run's failure says it
+
+
+def identity(config: RunConfig) -> str:
+    """Return what two configs have in common exactly if they ask for the same result."""
+    resolved = config.resolved()
+    del resolved["local-steps"]  # the upper end of a range only
+    values = {**config.to_mapping(), **resolved, "warmup-ratio": -1}  # as resolved warm-up rounds
+    return json.dumps({key: values[key] for key in values if key not in IGNORED}, sort_keys=True)
+
+
+def finished_runs(out: Path) -> dict[str, RunFolder]:
+    """Return the finished runs in a folder by what :func:`identity` says of their configs."""
+    found: dict[str, RunFolder] = {}
+    for path in sorted(out.glob("*/config.json")):
+        folder = RunFolder(path.parent)
+        if is_finished(folder) and (config := stored_config(folder)) is not None:
+            found.setdefault(identity(config), folder)
+    return found
+
+
+def stored_config(folder: RunFolder) -> RunConfig | None:
+    """Return the config a folder was made with; None where this version cannot read it."""
+    try:
+        content = json.loads((folder.path / "config.json").read_text())
+        return RunConfig.from_mapping(content["config"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def is_finished(folder: RunFolder) -> bool:
+    """Whether a run came to its end, or stopped because it diverged."""
+    if not (folder.path / "model.safetensors").exists():
+        return False
+    failure = folder.failure()
+    return failure is None or is_through(folder) or any(word in failure for word in DIVERGED)
+
+
+def is_through(folder: RunFolder) -> bool:
+    """Whether the last round was reached."""
+    try:
+        content = json.loads((folder.path / "config.json").read_text())
+        return bool(folder.metrics()[-1].round == content["config"]["rounds"])
+    except (OSError, ValueError, LookupError, TypeError):  # cut off in the middle of a line
+        return False
+
+
+def has_diverged(folder: RunFolder) -> bool:
+    """Whether a finished run broke off, or ended worse than it began in loss and accuracy."""
+    if folder.failure() is not None and not is_through(folder):
+        return True
+    tested = [line for line in folder.metrics() if line.test_accuracy is not None]
+    if not tested or tested[-1].test_loss is None:
+        return True
+    start, end = tested[0], tested[-1]
+    loss, accuracy = start.test_loss or 0.0, start.test_accuracy or 0.0
+    return tested[-1].test_loss > loss and (end.test_accuracy or 0.0) < accuracy

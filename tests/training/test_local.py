@@ -12,6 +12,7 @@ from torch import nn
 
 from fedfrozen_app.config import ConfigError, RunConfig
 from fedfrozen_app.models.freeze import freeze_
+from fedfrozen_app.models.latent import LatentMapping, LatentTraining
 from fedfrozen_app.models.selection import Selection
 from fedfrozen_app.seeds import derive_seed, torch_generator
 from fedfrozen_app.training.hooks import Hook
@@ -159,6 +160,60 @@ def test_training_equals_a_plain_loop_bit_for_bit(settings, optimizer):
     )
     assert same(trained(settings), expected)
     assert not same(expected, weights(vit()))
+
+
+@pytest.mark.parametrize(
+    ("settings", "optimizer"),
+    [
+        (
+            LocalTraining(optimizer="adam", lr=0.05, weight_decay=0.3),
+            lambda z: torch.optim.Adam(z, 0.05, weight_decay=0.3),
+        ),
+        (
+            LocalTraining(lr=0.05, weight_decay=0.1, clip_norm=0.01),
+            lambda z: torch.optim.SGD(z, 0.05, momentum=0.9, weight_decay=0.1),
+        ),
+    ],
+    ids=["adam-and-decay", "clipped"],
+)
+def test_training_a_latent_equals_a_plain_loop_through_the_formula(settings, optimizer):
+    settings = LocalTraining(**(vars(settings) | {"epochs": 3, "batch_size": 7}))
+    model, examples = vit().double(), images()
+    with torch.random.fork_rng():
+        torch.manual_seed(13)
+        model.head.weight.data.normal_()  # timm's zeros would let no gradient through
+    examples.x = examples.x.double()
+    base = weights(model)
+    mapping = LatentMapping(Selection.build("all", base), dim=7, rank=5, seed=3)
+    start = torch.randn(mapping.size, generator=torch_generator(1, "test-z"), dtype=torch.float64)
+
+    z = start.clone().requires_grad_()
+    plain, steps = optimizer([z]), 0
+    factors = [(t, t.columns.dense(torch.float64), t.basis_t.double()) for t in mapping.tensors]
+    generator = torch_generator(3, "batches", 5, 7)
+    for _ in range(3):
+        for positions in torch.randperm(len(examples), generator=generator).split(7):
+            theta = dict(base)
+            for tensor, u, v_t in factors:
+                delta = u @ (v_t @ z[tensor.latent])
+                theta[tensor.key] = base[tensor.key] + delta.view(tensor.columns.shape)
+            logits = torch.func.functional_call(model, theta, examples.x[positions]).float()
+            (z.grad,) = torch.autograd.grad(F.cross_entropy(logits, examples.y[positions]), z)
+            if settings.clip_norm:
+                assert z.grad.norm() > settings.clip_norm
+                nn.utils.clip_grad_norm_([z], settings.clip_norm)
+            plain.step()
+            steps += 1
+
+    freeze_(model, mapping.selection)
+    latent = LatentTraining(mapping, model, start)
+    result = train(model, examples, settings, latent=latent, **WHERE)
+    assert result.steps == steps == 12
+    torch.testing.assert_close(latent.latent.detach(), z.detach(), rtol=0, atol=1e-8)
+    assert (latent.latent - start).abs().max() > 1e-3
+    expected = {name: tensor.clone() for name, tensor in base.items()}
+    mapping.apply_(expected, base, latent.latent)
+    assert same(weights(model), expected)
 
 
 def test_every_call_starts_with_a_fresh_optimizer():

@@ -71,3 +71,16 @@ def test_a_draw_leaves_the_global_generators_and_the_rest_of_the_settings() -> N
 def test_fixed_work_is_the_same_everywhere(keys: dict[str, Any], steps: int, epochs: int) -> None:
     work = drawn(config(**keys))
     assert {(one.steps, one.epochs) for one in work.values()} == {(steps, epochs)}
+
+
+@pytest.mark.parametrize("work", ["fixed", "random"])
+def test_a_latent_has_a_rate_a_decay_and_a_clip_of_its_own(work: str) -> None:
+    weights = {"lr": 0.5, "weight_decay": 0.3, "clip_norm": 7.0}
+    own = {"latent_lr": 0.2, "latent_weight_decay": 0.4, "latent_clip_norm": 5.0}
+    one = config(strategy="latent", work=work, local_steps=5, **weights, **own)
+    found = [local_work(one, 3, 2, latent=latent) for latent in (True, False)]
+    assert [(w.optimizer, w.lr, w.weight_decay, w.clip_norm) for w in found] == [
+        ("adam", 0.2, 0.4, 5.0),
+        ("sgd", 0.5, 0.3, 7.0),
+    ]
+    assert found[0].steps == found[1].steps  # how much is done does not depend on what trains

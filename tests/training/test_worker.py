@@ -7,8 +7,9 @@ from flwr.app import ConfigRecord
 
 from fedfrozen_app.config import RunConfig
 from fedfrozen_app.models.selection import Selection
+from fedfrozen_app.strategies.latent import LatentConfig
 from fedfrozen_app.training.worker import Worker, client_config, resident
-from fedfrozen_app.transport.payload import Payload
+from fedfrozen_app.transport.payload import LATENT, LATENT_MAPPING, Payload
 
 QKV = "blocks.2.attn.qkv.weight"
 
@@ -132,3 +133,85 @@ def test_a_process_keeps_one_worker(config: RunConfig) -> None:
     assert resident(RunConfig.from_mapping(config.to_mapping())) is one
     other = resident(config.model_copy(update={"seed": 7}))
     assert other is not one and resident(config) is not one
+
+
+# --- latents ----------------------------------------------------------------------------
+SMALL = LatentConfig(dim=5, rank=3, generator="sketch", seed=7)
+
+
+def latent_payload(
+    z: torch.Tensor, base: dict[str, torch.Tensor] | None, latent: LatentConfig = SMALL
+) -> Payload:
+    config = ConfigRecord({LATENT_MAPPING: latent.to_text()})
+    return Payload({LATENT: z}, base, "all", "b", config)
+
+
+def theta(
+    z: torch.Tensor, base: dict[str, torch.Tensor], latent: LatentConfig = SMALL
+) -> dict[str, torch.Tensor]:
+    """The model of a latent as the server makes it."""
+    whole = {name: tensor.clone() for name, tensor in base.items()}
+    latent.mapping(Selection.build("all", base)).apply_(whole, base, z)
+    return whole
+
+
+def latents_of(base: dict[str, torch.Tensor], count: int) -> torch.Tensor:
+    size = SMALL.mapping(Selection.build("all", base)).size
+    return torch.randn(count, size, generator=torch.Generator().manual_seed(5))
+
+
+def test_a_latent_stands_for_the_same_weights_as_on_the_server(
+    config: RunConfig, start: dict[str, torch.Tensor]
+) -> None:
+    worker = Worker(config)
+    first, second = latents_of(start, 2)
+    worker.load(latent_payload(first, start))
+    assert equal(state(worker), theta(first, start)) and not equal(state(worker), start)
+    assert worker.digest == "b" and equal(worker.active(), {LATENT: first})
+    worker.load(latent_payload(second, None))  # the base is there and has not moved
+    assert equal(state(worker), theta(second, start))
+
+
+@pytest.mark.parametrize(
+    "latent",
+    [
+        LatentConfig(dim=5, rank=3, generator="sketch", seed=8),
+        LatentConfig(dim=5, rank=3, generator="gaussian-qr", seed=7),
+    ],
+)
+def test_each_message_says_which_map_its_latent_is_of(
+    config: RunConfig, start: dict[str, torch.Tensor], latent: LatentConfig
+) -> None:
+    worker = Worker(config)
+    first, second = latents_of(start, 2)
+    worker.load(latent_payload(first, start))
+    worker.load(latent_payload(second, None, latent))
+    expected = theta(second, start, latent)
+    assert equal(state(worker), expected) and not equal(expected, theta(second, start))
+
+
+def test_a_client_trains_and_sends_the_latent_and_nothing_else(
+    config: RunConfig, start: dict[str, torch.Tensor]
+) -> None:
+    worker = Worker(config)
+    # a head of zeros lets no gradient through
+    base = {**start, "head.weight": torch.linspace(-1, 1, 640).reshape(10, 64)}
+    (z,) = latents_of(base, 1)
+    worker.load(latent_payload(z, base))
+    assert worker.train(0, 1).steps > 0
+    sent = worker.active()
+    assert sent.keys() == {LATENT} and float((sent[LATENT] - z).abs().min()) > 0
+    assert equal(state(worker), theta(sent[LATENT], base))
+
+
+def test_weights_train_again_after_a_latent(
+    config: RunConfig, start: dict[str, torch.Tensor]
+) -> None:
+    worker, untouched = Worker(config), Worker(config)
+    (z,) = latents_of(start, 1)
+    worker.load(latent_payload(z, start))
+    for one in (worker, untouched):
+        one.load(payload(start))
+        one.train(0, 1)
+    assert worker.active().keys() == start.keys()
+    assert equal(state(worker), state(untouched)) and not equal(state(worker), start)

@@ -152,7 +152,10 @@ def show_result(path: Path) -> None:
     from fedfrozen_app.runs.store import RunFolder
     from fedfrozen_app.runs.summary import closing_table
 
-    console.print(closing_table(RunFolder(path).metrics(), path.name))
+    folder = RunFolder(path)
+    console.print(closing_table(folder.metrics(), path.name))
+    if reason := folder.early_end():
+        console.print(f"ended early: {reason}", markup=False, highlight=False)
     console.print(f"run folder: {path}", soft_wrap=True, highlight=False)
 
 

@@ -175,6 +175,12 @@ class RunConfig(BaseModel):
     round_timeout: float = Field(
         3600.0, gt=0, description="seconds to wait for a round's replies (Flower runtime)"
     )
+    byte_budget: int = Field(
+        0,
+        ge=0,
+        description="payload bytes, both directions together, that a client may spend; the run "
+        "ends before a round that would take one beyond; 0 = no limit",
+    )
     eval_every: int = Field(1, ge=0, description="central test every N rounds; 0 = only at the end")
     weighting: Literal["auto", "examples", "uniform"] = Field(
         "auto",

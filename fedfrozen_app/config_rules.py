@@ -69,6 +69,11 @@ def _without_effect(config: "RunConfig") -> Iterable[str]:
             f"value-l2={config.value_l2} acts after a freeze and this run has none; set a "
             "warm-up shorter than the run or value-l2=0"
         )
+    if config.byte_budget > 0 and config.eval_every != 1:
+        yield (
+            f"eval-every={config.eval_every} would leave the last round that byte-budget="
+            f"{config.byte_budget} pays for untested; set eval-every=1"
+        )
     if config.jobs > 1 and config.engine == "flwr":
         yield (
             f"jobs={config.jobs} is for engine=local; with engine=flwr the number of clients "

@@ -2,9 +2,9 @@
 
 import time
 from collections.abc import Callable
-from logging import ERROR
+from logging import ERROR, INFO
 
-from flwr.app import ArrayRecord, ConfigRecord
+from flwr.app import ArrayRecord, ConfigRecord, Message
 from flwr.serverapp import Grid
 from flwr.supercore import log
 
@@ -23,7 +23,8 @@ from fedfrozen_app.training.local import perplexity
 from fedfrozen_app.training.worker import Worker, resident
 from fedfrozen_app.transport.arrays import to_record, to_tensors
 from fedfrozen_app.transport.client_state import forget
-from fedfrozen_app.transport.ledger import LedgerGrid
+from fedfrozen_app.transport.ledger import LedgerGrid, payload_bytes
+from fedfrozen_app.transport.payload import client_of
 
 OnRound = Callable[[RoundMetrics], None]
 
@@ -80,7 +81,12 @@ class Federation:
             self._record(0, arrays, time.perf_counter(), on_round)
             for server_round in range(1, self.config.rounds + 1):
                 started = time.perf_counter()
-                arrays = self.train_round(server_round, arrays)
+                messages = self._messages(server_round, arrays)
+                if reason := self._beyond_budget(server_round, messages):
+                    log(INFO, reason)
+                    self.folder.write_early_end(reason)
+                    break
+                arrays = self._train(server_round, arrays, messages)
                 self._record(server_round, arrays, started, on_round)
         except BaseException as error:  # Ctrl-C too: the folder must not look finished
             self._forget_clients()
@@ -108,10 +114,32 @@ class Federation:
 
     def train_round(self, server_round: int, arrays: ArrayRecord) -> ArrayRecord:
         """Send the model out, aggregate the replies, return the next model."""
-        messages = self.strategy.configure_train(server_round, arrays, ConfigRecord(), self.grid)
+        return self._train(server_round, arrays, self._messages(server_round, arrays))
+
+    def _messages(self, server_round: int, arrays: ArrayRecord) -> list[Message]:
+        made = self.strategy.configure_train(server_round, arrays, ConfigRecord(), self.grid)
+        return list(made)
+
+    def _train(
+        self, server_round: int, arrays: ArrayRecord, messages: list[Message]
+    ) -> ArrayRecord:
         replies = self.grid.send_and_receive(messages, timeout=self.config.round_timeout)
         aggregated, _ = self.strategy.aggregate_train(server_round, replies)
         return arrays if aggregated is None else aggregated
+
+    def _beyond_budget(self, server_round: int, messages: list[Message]) -> str | None:
+        """Return which client a round would take beyond ``byte-budget``, None if none."""
+        budget, rule = self.config.byte_budget, self.strategy.strategy
+        assert isinstance(rule, ServerRule)  # for the type checker; see build_strategy
+        for message in messages if budget else ():
+            client = client_of(message, message.metadata.dst_node_id)
+            needed = payload_bytes(message.content) + rule.reply_bytes
+            if (spent := self.grid.spent[client]) + needed > budget:
+                return (
+                    f"byte-budget={budget}: client {client} has spent {spent} bytes and round "
+                    f"{server_round} takes {needed}"
+                )
+        return None
 
     def _record(
         self, server_round: int, arrays: ArrayRecord, started: float, on_round: OnRound

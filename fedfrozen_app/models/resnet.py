@@ -14,7 +14,7 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torchvision.models import ResNet, resnet18, resnet34
+from torchvision.models import resnet18, resnet34
 from torchvision.models.resnet import BasicBlock
 
 from fedfrozen_app.config import ConfigError
@@ -75,8 +75,8 @@ def _small(num_classes: int, norm_layer: Norm) -> nn.Module:
 
 
 def _large(num_classes: int, norm_layer: Norm, *, depth: int) -> nn.Module:
-    build: Callable[..., ResNet] = {18: resnet18, 34: resnet34}[depth]
-    model = build(num_classes=num_classes, norm_layer=norm_layer)
+    build = {18: resnet18, 34: resnet34}[depth]
+    model: nn.Module = build(num_classes=num_classes, norm_layer=norm_layer)
     stem = nn.Conv2d(3, STEM_WIDTH, 3, padding=1, bias=False)
     _kaiming_(stem)
     model.conv1, model.maxpool = stem, nn.Identity()

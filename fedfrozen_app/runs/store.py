@@ -2,7 +2,8 @@
 
 ``config.json`` resolved config, versions, seed, git revision; ``metrics.jsonl`` one line a
 round, round 0 = before training; ``partition.json``; ``model.safetensors`` the whole final
-model under the library's own names; ``failure.txt`` only if the run stopped early.
+model under the library's own names; ``failure.txt`` only if the run failed, ``end.txt`` only
+if it ended as it should before its last round.
 """
 
 import importlib.metadata
@@ -24,7 +25,7 @@ from fedfrozen_app.config import ConfigError, RunConfig
 from fedfrozen_app.tensor_file import write_tensors
 
 REVISION_VARIABLE = "FEDFROZEN_REVISION"
-FAILURE = "failure.txt"
+FAILURE, EARLY_END = "failure.txt", "end.txt"
 PACKAGES = ("fedfrozen", "flwr", "torch", "torchvision", "timm", "numpy")
 
 
@@ -132,7 +133,18 @@ class RunFolder:
 
     def failure(self) -> str | None:
         """Return why the run stopped, None if it did not say."""
-        path = self.path / FAILURE
+        return self._read(FAILURE)
+
+    def write_early_end(self, reason: str) -> None:
+        """Write to ``end.txt`` why no more rounds were to be run."""
+        (self.path / EARLY_END).write_text(reason + "\n")
+
+    def early_end(self) -> str | None:
+        """Return why a run that went well ended before its last round, None if it did not."""
+        return self._read(EARLY_END)
+
+    def _read(self, name: str) -> str | None:
+        path = self.path / name
         return path.read_text().strip() if path.exists() else None
 
     def metrics(self) -> list[RoundMetrics]:

@@ -40,7 +40,7 @@ from fedfrozen_app.strategies.replies import (
 from fedfrozen_app.strategies.sampling import Members, NodesAsTheyCome, sample_cohort
 from fedfrozen_app.strategies.versions import ClientVersions
 from fedfrozen_app.transport.arrays import to_record, to_tensors
-from fedfrozen_app.transport.codec import Layout, layout_of_tensors
+from fedfrozen_app.transport.codec import Layout, dtype_of, layout_of_tensors
 from fedfrozen_app.transport.codecs import Codecs
 from fedfrozen_app.transport.payload import (
     PARTITION_ID,
@@ -50,6 +50,7 @@ from fedfrozen_app.transport.payload import (
     Instructions,
     first_arrays,
     from_namespaces,
+    group_of,
     to_namespaces,
 )
 
@@ -207,6 +208,14 @@ class ServerRule(FlowerFedAvg, Generic[C, S]):
         """Return what is sent beside x, by namespace; clients answer with the same entries."""
         return {}
 
+    @property
+    def reply_bytes(self) -> int:
+        """Payload of a reply in the round that :meth:`configure_train` has begun."""
+        said = self._expected.items()
+        return sum(
+            math.prod(shape) * dtype_of(name, dtype).itemsize for name, (shape, dtype) in said
+        )
+
     def compress(self, upload: str, broadcast: str) -> None:
         """Change the codecs, from the next message on."""
         self.codecs = Codecs(upload, broadcast, self.seed)
@@ -276,7 +285,8 @@ class ServerRule(FlowerFedAvg, Generic[C, S]):
             said = self._said(client) if train else {}
             own = ConfigRecord({**config, **said, SERVER_ROUND: server_round, PARTITION_ID: client})
             content = RecordDict({self.arrayrecord_key: arrays, self.configrecord_key: own})
-            messages.append(Message(content, members[client], kind, group_id=str(server_round)))
+            group = group_of(server_round, client)
+            messages.append(Message(content, members[client], kind, group_id=group))
         return messages
 
     def _said(self, client: int) -> Instructions:

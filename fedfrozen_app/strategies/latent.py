@@ -13,9 +13,8 @@ and the mean of latents IS FedAvg on the mapped weights. Only entries that the s
 active are mapped; biases, norms and the head rest. T_warm = 0 is FLITE on the pretrained base.
 """
 
-import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from logging import INFO
 from typing import Any, Literal, Self, get_args
 
@@ -83,12 +82,9 @@ class LatentConfig:
         return LatentMapping(selection, device=device, **asdict(self))
 
     def to_text(self) -> str:
-        """Return what a message carries, every byte of it in every message: no defaults."""
-        said = asdict(self)
-        for field in fields(self):
-            if said[field.name] == field.default:
-                del said[field.name]
-        return json.dumps(said, separators=(",", ":"))
+        """Return GENERATOR/DIM/RANK/SEED[/MEMORY]; every byte of it is in every message."""
+        memory = "" if self.memory == "stored" else f"/{self.memory}"
+        return f"{self.generator}/{self.dim}/{self.rank}/{self.seed}{memory}"
 
     @classmethod
     def from_text(cls, text: str) -> Self:
@@ -99,10 +95,15 @@ class LatentConfig:
         ValueError
             If it is not such a text.
         """
-        try:
-            return cls(**json.loads(text))
-        except (TypeError, json.JSONDecodeError) as error:
-            raise ValueError(f"{LATENT_MAPPING} is not a latent's config: {error}") from None
+        generator, *rest = text.split("/")
+        numbers, memory = rest[:3], rest[3:] or ["stored"]
+        if len(memory) != 1 or not (len(numbers) == 3 and all(n.isdecimal() for n in numbers)):
+            raise ValueError(
+                f"{LATENT_MAPPING} must be GENERATOR/DIM/RANK/SEED[/MEMORY], got {text[:80]!r}"
+            )
+        dim, rank, seed = map(int, numbers)
+        named: dict[str, Any] = {"generator": generator, "memory": memory[0]}
+        return cls(dim=dim, rank=rank, seed=seed, **named)
 
 
 class FedFrozenLatent(FedFrozen):

@@ -16,10 +16,10 @@ from fedfrozen_app.transport.arrays import to_record, to_tensors
 from fedfrozen_app.transport.codec import PACKED, Layout
 from fedfrozen_app.transport.payload import (
     NAMESPACES,
-    SERVER_ROUND,
     first_arrays,
     is_extra,
     missing_digest,
+    round_and_client,
 )
 
 NON_FINITE = "non-finite values"
@@ -107,9 +107,9 @@ def refusal(
             f"expected one array and one metric record, got {len(content.array_records)} "
             f"and {len(content.metric_records)}"
         )
-    for record in content.config_records.values():
-        if (said := record.get(SERVER_ROUND, server_round)) != server_round:
-            return f"reply of round {said!r} came in round {server_round}"
+    group = round_and_client(reply)
+    if group is not None and group[0] != server_round:
+        return f"reply of round {group[0]} came in round {server_round}"
     metrics = next(iter(content.metric_records.values()))
     if metrics.get(weight_key) == 0:
         return "no training examples"

@@ -29,8 +29,8 @@ from fedfrozen_app.transport.compression import parse_codec
 from fedfrozen_app.transport.payload import Instructions, from_namespaces, to_namespaces
 
 # keys of the config record of a message to a client
-UPLOAD, BROADCAST, LAYOUT = "fedfrozen.upload", "fedfrozen.broadcast", "fedfrozen.layout"
-SEED = "fedfrozen.seed"  # of PowerSGD's first factors
+CODECS = "ff.codecs"  # upload, broadcast and, if that is encoded, the layout of x
+SEED = "ff.seed"  # of PowerSGD's first factors
 _FLOAT = "float32"  # what a layout in words does not mention
 
 
@@ -86,14 +86,15 @@ class Codecs:
 
     def instructions(self, x: Mapping[str, torch.Tensor], *, train: bool = True) -> Instructions:
         """Return what a message with x must say."""
-        said: Instructions = {}
-        if train and self.up is not None:
-            said[UPLOAD] = self.upload
-            if self.has_feedback:
-                said[SEED] = self.seed % 2**63  # what a message can hold
+        up = self.upload if train else "none"
+        words = [up, self.broadcast]
+        if words == ["none", "none"]:
+            return {}
         if self.down is not None:
-            said[BROADCAST] = self.broadcast
-            said[LAYOUT] = layout_to_text(layout_of_tensors(x))
+            words.append(layout_to_text(layout_of_tensors(x)))
+        said: Instructions = {CODECS: " ".join(words)}
+        if train and self.has_feedback:
+            said[SEED] = self.seed % 2**63  # what a message can hold
         return said
 
     def expected(self, x: Mapping[str, torch.Tensor]) -> Layout:
@@ -128,7 +129,7 @@ class Codecs:
     @classmethod
     def of_message(cls, config: ConfigRecord) -> Self:
         """Return the codecs that a message to a client names."""
-        upload, broadcast = (str(config.get(key, "none")) for key in (UPLOAD, BROADCAST))
+        upload, broadcast, _ = _words(config)
         seed = config.get(SEED, 0)
         return cls(upload, broadcast, seed if isinstance(seed, int) else 0)
 
@@ -142,7 +143,14 @@ class Codecs:
         """
         if self.down is None:
             return entries
-        return self.down.decode(entries, layout_from_text(str(config.get(LAYOUT, ""))))
+        return self.down.decode(entries, layout_from_text(_words(config)[2]))
+
+
+def _words(config: ConfigRecord) -> tuple[str, str, str]:
+    """Return upload, broadcast and layout of a message, whose codecs are none without a word."""
+    said = str(config.get(CODECS, "none none")).split(" ", maxsplit=2)
+    upload, broadcast, layout = [*said, "", ""][:3]
+    return upload, broadcast, layout
 
 
 def layout_to_text(layout: Layout) -> str:
@@ -173,5 +181,7 @@ def layout_from_text(text: str) -> Layout:
             dtype_of(name, dtype)
             layout[name] = (tuple(shape), dtype)
     except (AttributeError, TypeError, ValueError) as error:
-        raise ValueError(f"{LAYOUT} must be a layout in JSON, got {text[:80]!r}: {error}") from None
+        raise ValueError(
+            f"{CODECS} must end with a layout in JSON, got {text[:80]!r}: {error}"
+        ) from None
     return layout

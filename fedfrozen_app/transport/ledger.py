@@ -9,6 +9,7 @@ from shapes, so counting never serialises an array.
 import io
 import json
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -22,6 +23,7 @@ from flwr.serverapp import Grid
 from flwr.supercore.run import Run
 
 from fedfrozen_app.transport.arrays import TensorArray
+from fedfrozen_app.transport.payload import client_of
 
 OBJECT_ID_LENGTH = 64  # SHA-256 in hex
 _SOME_ID = "0" * OBJECT_ID_LENGTH
@@ -107,12 +109,14 @@ class LedgerGrid(Grid):
     """A ``Grid`` that counts what passes through another one.
 
     Every message counts, also one sent again within a round or a reply that is dropped
-    afterwards: it was sent. ``take()`` returns the traffic since the last call.
+    afterwards: it was sent. ``take()`` returns the traffic since the last call; ``spent`` is
+    of the whole run. Clients are told apart as in :func:`.payload.client_of`, else by node.
     """
 
     def __init__(self, grid: Grid) -> None:
         self._grid = grid
         self._traffic = Traffic()
+        self.spent: Counter[int] = Counter()  # payload of both directions so far, by client
 
     def take(self) -> Traffic:
         """Return the traffic since the last call and start again at zero."""
@@ -122,14 +126,18 @@ class LedgerGrid(Grid):
     def _count_down(self, messages: Iterable[Message]) -> Iterator[Message]:
         for message in messages:
             if message.has_content():
-                self._traffic.bytes_down += payload_bytes(message.content)
+                payload = payload_bytes(message.content)
+                self._traffic.bytes_down += payload
+                self.spent[client_of(message, message.metadata.dst_node_id)] += payload
                 self._traffic.wire_bytes_down += wire_bytes(message.content)
             yield message
 
     def _count_up(self, replies: Iterable[Message]) -> Iterator[Message]:
         for reply in replies:
             if reply.has_content():
-                self._traffic.bytes_up += payload_bytes(reply.content)
+                payload = payload_bytes(reply.content)
+                self._traffic.bytes_up += payload
+                self.spent[client_of(reply, reply.metadata.src_node_id)] += payload
                 self._traffic.wire_bytes_up += wire_bytes(reply.content)
             yield reply
 

@@ -6,7 +6,11 @@ not confirmed it yet. A client without the block answers *missing* and is sent i
 same round. Replies carry active entries only.
 
 Down: ``{"arrays": active, "frozen": block?, "config": {server-round, partition-id, ...}}``
-Up: ``{"arrays": active, "metrics": {num-examples, ...}, "reply": {partition-id, ...}}``
+Up: ``{"arrays": active, "metrics": {num-examples, ...}}``
+
+A message's group id, which Flower copies into every reply and every error, names the round and
+the client (:func:`group_of`), so a reply says nothing of it. Keys of our own are short: they are
+in every message, and beside a latent every byte shows.
 
 Flower allows one array record in a reply, so what travels beside the model has keys of its
 own in it: ``control/NAME`` next to ``NAME``.
@@ -24,11 +28,13 @@ from fedfrozen_app.transport.frozen_cache import FrozenCache, digest
 ARRAYS, FROZEN, CONFIG, METRICS, REPLY = "arrays", "frozen", "config", "metrics", "reply"
 # keys of the config record of a message to a client
 SERVER_ROUND, PARTITION_ID = "server-round", "partition-id"
-SELECTION, DIGEST, VALUE_L2 = "fedfrozen.selection", "fedfrozen.digest", "fedfrozen.value-l2"
+VALUE_L2 = "ff.value-l2"
+FREEZE = "ff.freeze"  # the frozen block's SHA-256 [32 bytes], then the name of the selection
+DIGEST_BYTES = 32
 # key of the reply record of a client that lacks the frozen block
-MISSING = "fedfrozen.missing"
+MISSING = "ff.missing"
 # the one flat array of a latent, and what fixes its map
-LATENT, LATENT_MAPPING = "latent", "fedfrozen.latent"
+LATENT, LATENT_MAPPING = "z", "ff.latent"
 NUM_EXAMPLES, STEPS = "num-examples", "steps"
 # of FedProx, as Flower's own spells it
 PROXIMAL_MU = "proximal-mu"
@@ -37,10 +43,9 @@ CONTROL = "control"
 NAMESPACES = (CONTROL,)
 # of what clients keep: the run, which version a client makes now, the one it goes on from, and
 # the selections since that
-RUN, VERSION = "fedfrozen.run", "fedfrozen.version"
-ACCEPTED, PATH = "fedfrozen.accepted", "fedfrozen.path"
+RUN, VERSION, ACCEPTED, PATH = "ff.run", "ff.version", "ff.accepted", "ff.path"
 
-Instructions = dict[str, str | int | float | list[str]]  # of a server to one client
+Instructions = dict[str, str | bytes | int | float | list[str]]  # of a server to one client
 
 
 class MissingFrozenBlock(LookupError):
@@ -113,10 +118,25 @@ def from_namespaces(
 
 
 def mark(message: Message, selection: str, key: str, value_l2: float = 0.0) -> None:
-    """Write the selection and the digest of the frozen block into a message's config."""
-    instruct(message, {SELECTION: selection, DIGEST: key})
-    if value_l2 > 0:
-        instruct(message, {VALUE_L2: value_l2})
+    """Write the selection and the digest of the frozen block, in hex, into a message's config."""
+    said: Instructions = {FREEZE: bytes.fromhex(key) + selection.encode()}
+    instruct(message, {**said, VALUE_L2: value_l2} if value_l2 > 0 else said)
+
+
+def freeze_of(config: ConfigRecord) -> tuple[str, str]:
+    """Return the selection and the digest that :func:`mark` wrote: ``all`` and none without it.
+
+    Raises
+    ------
+    ValueError
+        If it is not what ``mark`` writes.
+    """
+    said = config.get(FREEZE, b"")
+    if said == b"":
+        return "all", ""
+    if not isinstance(said, bytes) or len(said) <= DIGEST_BYTES:
+        raise ValueError(f"{FREEZE} must be a SHA-256 and a selection, got {said!r:.80}")
+    return said[DIGEST_BYTES:].decode(), said[:DIGEST_BYTES].hex()
 
 
 def instruct(message: Message, said: Instructions) -> None:
@@ -181,8 +201,7 @@ def open_payload(message: Message, cache: FrozenCache, loaded: str = "") -> Payl
     _, record = first_arrays(message.content)
     own, extra = from_namespaces(to_tensors(record))
     active = Codecs.of_message(config).open(own, config)
-    key = str(config.get(DIGEST, ""))
-    selection = str(config.get(SELECTION, "all"))
+    selection, key = freeze_of(config)
     if not key or key == loaded:
         return Payload(active, None, selection, key, config, extra)
     if FROZEN in message.content.array_records:
@@ -199,9 +218,7 @@ def open_payload(message: Message, cache: FrozenCache, loaded: str = "") -> Payl
 
 def missing_reply(message: Message, key: str) -> Message:
     """Return the reply of a client that lacks the frozen block ``key``."""
-    reply = _reply_record(message)
-    reply[MISSING] = key
-    return Message(RecordDict({REPLY: reply}), reply_to=message)
+    return Message(RecordDict({REPLY: ConfigRecord({MISSING: key})}), reply_to=message)
 
 
 def train_reply(
@@ -210,24 +227,8 @@ def train_reply(
     metrics: Mapping[str, int | float],
 ) -> Message:
     """Return the reply to a train message; ``arrays`` are shared, not copied."""
-    content = RecordDict(
-        {
-            ARRAYS: to_record(arrays),
-            METRICS: MetricRecord(dict(metrics)),
-            REPLY: _reply_record(message),
-        }
-    )
+    content = RecordDict({ARRAYS: to_record(arrays), METRICS: MetricRecord(dict(metrics))})
     return Message(content, reply_to=message)
-
-
-def _reply_record(message: Message) -> ConfigRecord:
-    """Return who replies to which round; a node's own word, independent of node ids."""
-    config = first_config(message)
-    record = ConfigRecord()
-    for key in (SERVER_ROUND, PARTITION_ID):
-        if isinstance(value := config.get(key), int):
-            record[key] = value
-    return record
 
 
 def missing_digest(reply: Message) -> str | None:
@@ -238,22 +239,31 @@ def missing_digest(reply: Message) -> str | None:
     return value if isinstance(value, str) else None
 
 
+def group_of(server_round: int, client: int) -> str:
+    """Return the group id of a message to a client, and so of its reply."""
+    return f"{server_round}/{client}"
+
+
+def round_and_client(message: Message) -> tuple[int, int] | None:
+    """Return round and client of a message or reply, None where its group does not say."""
+    server_round, slash, client = message.metadata.group_id.partition("/")
+    if slash and server_round.isdecimal() and client.isdecimal():
+        return int(server_round), int(client)
+    return None
+
+
 def client_of(message: Message, default: int) -> int:
-    """Return the partition a message or reply belongs to, ``default`` if it does not say."""
-    if not message.has_content():
-        return default
-    records = message.content.config_records
-    for name in (REPLY, *records):
-        if name in records and isinstance(value := records[name].get(PARTITION_ID), int):
-            return value
-    return default
+    """Return the client of a message or reply, ``default`` if its group does not say."""
+    known = round_and_client(message)
+    return default if known is None else known[1]
 
 
 class Addressees:
     """Which client a reply belongs to, error replies included, from the messages sent.
 
-    A reply with content says so itself. An error reply has none: it is known by the
-    message it answers, or by its node where that serves one client of the round.
+    The group says so, where a rule of ours addressed the message. Elsewhere, and of an error
+    that Flower makes without a group, the message it answers does, or the node where that
+    serves one client of the round.
     """
 
     def __init__(self, sent: Iterable[Message]) -> None:

@@ -9,10 +9,10 @@ Per tensor, with b bits and L = 2^b - 1 steps between its smallest and largest v
 so |x^ - x| <= scale / 2 up to the rounding of x^ itself, and a constant tensor comes back
 exactly (scale 0). Scale and zero point are fp32; q, x^ are computed in fp64.
 
-Sent are two arrays: ``packed/codes``, uint8 [sum_l ceil(n_l b / 8)], and ``packed/scales``, fp32
-[l, 2] with rows (scale, zero). Of two 4-bit codes the first is the low half of the byte; the last
-byte of an odd number of them has a zero above. A vector sent alone, like a latent of D entries,
-takes ceil(D b / 8) + 8 bytes.
+Sent is one array, ``packed/q``, uint8 [sum_l ceil(n_l b / 8) + 8 L] of L tensors: the codes
+of all of them, then (scale, zero) of each as little-endian fp32. Of two 4-bit codes the first is
+the low half of the byte; the last byte of an odd number of them has a zero above. A vector sent
+alone, like a latent of D entries, takes ceil(D b / 8) + 8 bytes.
 """
 
 import math
@@ -24,7 +24,8 @@ import torch
 
 from fedfrozen_app.transport.codec import PACKED, Codec, Layout, Shapes, Tensors, concatenated
 
-CODES, SCALES = f"{PACKED}/codes", f"{PACKED}/scales"
+INTEGERS = f"{PACKED}/q"
+SCALE_BYTES = 8  # of a tensor: scale and zero point
 _SMALLEST = 2.0**-149  # of fp32
 
 
@@ -63,6 +64,18 @@ def dequantise(codes: torch.Tensor, scale: torch.Tensor, numel: int, bits: int) 
     return steps.to(torch.float64).mul_(step).add_(zero)
 
 
+def _to_bytes(values: torch.Tensor) -> torch.Tensor:
+    """Return fp32 values as bytes, little-endian."""
+    raw = values.cpu().numpy().astype("<f4").tobytes()
+    return torch.frombuffer(bytearray(raw), dtype=torch.uint8).to(values.device)
+
+
+def _from_bytes(raw: torch.Tensor) -> torch.Tensor:
+    """Return the fp32 values of :func:`_to_bytes`."""
+    values = raw.cpu().numpy().view("<f4").astype("f4")
+    return torch.from_numpy(values).to(raw.device)
+
+
 def _pack_nibbles(codes: torch.Tensor) -> torch.Tensor:
     low, high = codes[0::2], codes[1::2]
     packed = low.clone()
@@ -89,24 +102,29 @@ class Integers(Codec):
         return -(-numel * self.bits // 8)
 
     def _packed_layout(self, shapes: Shapes) -> Layout:
-        size = sum(self._packed_size(math.prod(shape)) for shape in shapes.values())
-        return {CODES: ((size,), "uint8"), SCALES: ((len(shapes), 2), "float32")}
+        codes = sum(self._packed_size(math.prod(shape)) for shape in shapes.values())
+        return {INTEGERS: ((codes + SCALE_BYTES * len(shapes),), "uint8")}
 
     def _pack(self, tensors: Tensors, start: Mapping[str, torch.Tensor]) -> Tensors:
         pairs = [quantise(tensor, self.bits) for tensor in tensors.values()]
-        return {
-            CODES: concatenated([codes for codes, _ in pairs], torch.uint8),
-            SCALES: concatenated([scale for _, scale in pairs], torch.float32).reshape(-1, 2),
-        }
+        for name, (_, scale) in zip(tensors, pairs, strict=True):
+            if not bool(torch.isfinite(scale).all()):
+                raise ValueError(f"{name!r} has values beyond float32, which its scale is sent in")
+        parts = [codes for codes, _ in pairs] + [_to_bytes(scale) for _, scale in pairs]
+        return {INTEGERS: concatenated(parts, torch.uint8)}
 
     def _unpack(self, packed: Tensors, shapes: Shapes) -> Iterator[tuple[str, torch.Tensor]]:
-        if bool((packed[SCALES][:, 0] < 0).any()):
-            raise ValueError(f"{SCALES!r} must have scales >= 0, got a negative one")
         numels = [math.prod(shape) for shape in shapes.values()]
-        parts = torch.split(packed[CODES], [self._packed_size(numel) for numel in numels])
-        for name, numel, codes, scale in zip(shapes, numels, parts, packed[SCALES], strict=True):
+        sizes = [self._packed_size(numel) for numel in numels]
+        *parts, last = torch.split(packed[INTEGERS], [*sizes, SCALE_BYTES * len(shapes)])
+        scales = _from_bytes(last).reshape(-1, 2)
+        if not bool(torch.isfinite(scales).all()):
+            raise ValueError(f"{INTEGERS!r} has non-finite scales; all must be finite")
+        if bool((scales[:, 0] < 0).any()):
+            raise ValueError(f"{INTEGERS!r} must have scales >= 0, got a negative one")
+        for name, numel, codes, scale in zip(shapes, numels, parts, scales, strict=True):
             if self.bits == 4 and numel % 2 and int(codes[-1]) > 15:
                 raise ValueError(
-                    f"{CODES!r} must end {name!r} with an empty half byte, it does not"
+                    f"{INTEGERS!r} must end {name!r} with an empty half byte, it does not"
                 )
             yield name, dequantise(codes, scale, numel, self.bits)

@@ -80,7 +80,7 @@ def test_without_codecs_messages_carry_what_they_did(tmp_path: Path, name: str) 
     messages = list(rule.configure_train(1, arrays, ConfigRecord(), clients.grid))
     keys = {SERVER_ROUND, PARTITION_ID}
     if name == "scaffold":
-        keys |= {f"fedfrozen.{key}" for key in ("run", "version", "accepted", "path")}
+        keys |= {f"ff.{key}" for key in ("run", "version", "accepted", "path")}
     for message in messages:
         assert set(message.content["config"]) == keys
         sent = message.content["arrays"]
@@ -187,8 +187,8 @@ def test_evaluation_is_sent_the_same_model(tmp_path: Path) -> None:
             1, clients.initial(), ConfigRecord(), clients.grid
         )
         config, sent = message.content["config"], to_tensors(message.content["arrays"])
-        assert sorted(sent) == ["packed/codes", "packed/scales"]
-        assert "fedfrozen.upload" not in config
+        assert sorted(sent) == ["packed/q"]
+        assert "int4" not in str(config["ff.codecs"]).split(maxsplit=1)[0]
         opened = Codecs.of_message(config).open(sent, config)
         codec, x = codec_of("int4"), to_tensors(clients.initial())
         expected = codec.decode(codec.encode(x), layout_of_tensors(x))
@@ -201,8 +201,8 @@ def test_codecs_may_change_between_rounds(tmp_path: Path) -> None:
     assert sorted(clients.sent[2][0]) == ["packed/indices", "packed/values"]
     rule.compress("int4", "int8")
     arrays = clients.run(rule, 1, arrays, first=3)
-    assert sorted(clients.sent[3][0]) == ["packed/codes", "packed/scales"]
-    assert sorted(clients.received[3][0]) == ["packed/codes", "packed/scales"]
+    assert sorted(clients.sent[3][0]) == ["packed/q"]
+    assert sorted(clients.received[3][0]) == ["packed/q"]
     rule.compress("none", "none")
     clients.run(rule, 1, arrays, first=4)
     assert clients.sent[4][0].keys() == to_tensors(arrays).keys()
@@ -393,11 +393,11 @@ def raw(arrays: Tensors) -> None:
 
 
 def many(arrays: Tensors) -> None:
-    arrays["packed/codes"] = torch.zeros(10**6, dtype=torch.uint8)
+    arrays["packed/q"] = torch.zeros(10**6, dtype=torch.uint8)
 
 
 def floats(arrays: Tensors) -> None:
-    arrays["packed/codes"] = arrays["packed/codes"].float()
+    arrays["packed/q"] = arrays["packed/q"].float()
 
 
 def huge(arrays: Tensors) -> None:
@@ -417,14 +417,25 @@ def put(key: str, index: int, value: float) -> Any:
     return change
 
 
+def last_scale(value: float) -> Any:
+    """Change the scale of the last tensor: of the array's last two numbers the first."""
+
+    def change(arrays: Tensors) -> None:
+        changed = arrays["packed/q"].clone()
+        changed[-8:].numpy().view("<f4")[0] = value
+        arrays["packed/q"] = changed
+
+    return change
+
+
 HOSTILE: dict[str, tuple[str, Any, str]] = {
     "not encoded": ("topk:0.1", raw, "first 'packed/values'; clients of this rule answer with"),
     "an index too large": ("topk:0.1", put("packed/indices", 14, 2**31 - 1), "cannot be decoded"),
     "an index twice": ("topk:0.1", put("packed/indices", 1, 0), "cannot be decoded: 'packed/in"),
     "an index below zero": ("topk:0.1", put("packed/indices", 0, -1), "cannot be decoded"),
     "not a number": ("topk:0.1", put("packed/values", 3, float("nan")), "has non-finite values"),
-    "a negative scale": ("int8", put("packed/scales", 0, -1.0), "cannot be decoded: 'packed/sca"),
-    "a scale beyond fp32": ("int8", put("packed/scales", 0, 3e38), "has non-finite values"),
+    "a negative scale": ("int8", last_scale(-1.0), "cannot be decoded: 'packed/q' must"),
+    "a scale beyond fp32": ("int8", last_scale(3e38), "has non-finite values"),
     "more codes": ("int4", many, "is uint8[1000000], expected"),
     "another dtype": ("int8", floats, "is float32"),
     "a further entry": ("int8", more, "1 unexpected"),

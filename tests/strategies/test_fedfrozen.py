@@ -4,18 +4,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from flwr.app import Context, Message
-from flwr.clientapp import ClientApp
+from flwr.app import Message
 from flwr.serverapp.strategy import DifferentialPrivacyServerSideFixedClipping, Strategy
 from flwr.serverapp.strategy import FedAdam as FlowerFedAdam
 from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 from flwr.serverapp.strategy import FedAvgM as FlowerFedAvgM
 
-from fedfrozen_app.engine.local_grid import LocalGrid
 from fedfrozen_app.strategies import FedAvg, FedFrozen, FreezeSchedule
 from fedfrozen_app.strategies.fedfrozen import weight_key
 from fedfrozen_app.transport.arrays import to_record, to_tensors
-from fedfrozen_app.transport.ledger import LedgerGrid
 from tests.strategies.federation import (
     ACTIVE_BYTES,
     COUNTER,
@@ -215,25 +212,6 @@ def test_a_client_first_sampled_after_the_freeze_gets_the_block_then(tmp_path: P
         late += len(new) if server_round > 2 else 0
     assert late >= 2
     assert "missing" not in {what for _, _, what in federation.seen}
-
-
-def test_a_client_that_does_not_name_its_partition_is_known_by_its_message(
-    tmp_path: Path,
-) -> None:
-    federation = Federation(tmp_path)
-    named = federation.train
-
-    def unnamed(message: Message, context: Context) -> Message:
-        reply = named(message, context)
-        del reply.content["reply"]
-        return reply
-
-    app = ClientApp()
-    app.train()(unnamed)
-    federation.grid = LedgerGrid(LocalGrid(app, 3))
-    _, sent = federation.run(FedFrozen(warmup_rounds=0), 3)
-    active, block = 3 * ACTIVE_BYTES, 3 * FROZEN_BYTES
-    assert [traffic.bytes_down for traffic in sent] == [active + block, active, active]
 
 
 def test_a_deleted_cache_is_filled_again_in_the_same_round(tmp_path: Path) -> None:

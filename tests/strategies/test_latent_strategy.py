@@ -151,7 +151,7 @@ def test_the_base_of_the_latents_is_the_model_at_the_freeze(
     at_freeze, _ = clients().run(FedAvg(weighting="uniform"), 2)
     assert strategy.state.block is not None
     assert same(strategy.state.block.tensors, at_freeze)
-    assert all(not z["latent"].count_nonzero() for z in federation.received[3].values())
+    assert all(not z["z"].count_nonzero() for z in federation.received[3].values())
     assert not torch.equal(model[QKV], at_freeze[QKV])
     assert [strategy.is_frozen(server_round) for server_round in (1, 2, 3)] == [False, False, True]
 
@@ -176,7 +176,7 @@ def test_the_model_is_the_mean_of_the_models_of_the_clients(
     arrays = to_record(copy.deepcopy(base))
     for server_round in (1, 2):
         arrays, _ = federation.round(strategy, server_round, arrays)
-        zs = [federation.sent[server_round][client]["latent"] for client in range(3)]
+        zs = [federation.sent[server_round][client]["z"] for client in range(3)]
         model = to_tensors(arrays)
         torch.testing.assert_close(strategy.z, torch.stack(zs).mean(0), rtol=0, atol=1e-8)
         thetas = [theta(z, base, frozen) for z in zs]
@@ -185,8 +185,8 @@ def test_the_model_is_the_mean_of_the_models_of_the_clients(
             assert (tensor - mean).abs().max() <= 2.4e-7  # one unit in the last place of 2 to 4
         assert same(model, theta(strategy.z, base, frozen))
         assert (model[QKV] - base[QKV]).abs().max() > 1e-3
-    received = [z["latent"] for z in federation.received[2].values()]
-    mean_of_one = torch.stack([z["latent"] for z in federation.sent[1].values()]).mean(0)
+    received = [z["z"] for z in federation.received[2].values()]
+    mean_of_one = torch.stack([z["z"] for z in federation.sent[1].values()]).mean(0)
     for z in received:
         torch.testing.assert_close(z, mean_of_one, rtol=0, atol=1e-8)
 
@@ -242,9 +242,9 @@ def test_server_momentum_acts_on_latents_and_starts_afresh_at_the_freeze(
     federation.run(strategy, 4)
     # every client moves by g a round: v = -g, z = g; then v = -1.5 g, z = 2.5 g
     g = 0.01 * (1 + torch.arange(DIM))
-    torch.testing.assert_close(federation.received[4][0]["latent"], g, rtol=0, atol=1e-8)
+    torch.testing.assert_close(federation.received[4][0]["z"], g, rtol=0, atol=1e-8)
     torch.testing.assert_close(strategy.z, 2.5 * g, rtol=0, atol=1e-7)
-    assert list(strategy.strategy.state.v) == ["latent"]  # type: ignore[attr-defined]
+    assert list(strategy.strategy.state.v) == ["z"]  # type: ignore[attr-defined]
 
 
 def test_a_reply_that_is_refused_does_not_count(clients: Callable[..., Latents]) -> None:
@@ -303,7 +303,7 @@ def test_bits_are_of_the_latent_in_both_directions_and_of_nothing_else(
         3 * (size + WHOLE_BYTES),
         3 * size,
     ]
-    zs = torch.stack([federation.sent[3][client]["latent"] for client in range(3)])
+    zs = torch.stack([federation.sent[3][client]["z"] for client in range(3)])
     span = zs.max(dim=1).values - zs.min(dim=1).values
     half_a_step = 1e-7 if bits == 32 else span / (2**bits - 1) / 2 * 1.01
     off = (strategy.z - zs.mean(0)).abs().max()
@@ -325,10 +325,10 @@ def test_the_identity_error_is_measured_and_logged_once(
     lines = [line for line in caplog.messages if "identity error" in line]
     assert lines == [f"round 3: identity error {strategy.identity_error:.1e}"]
     assert strategy.mapping is not None and strategy.state.block is not None
-    zs = [federation.sent[3][client]["latent"] for client in range(3)]
+    zs = [federation.sent[3][client]["z"] for client in range(3)]
     measured = identity_error(strategy.mapping, strategy.state.block.tensors, zs)
     assert 0 < strategy.identity_error == measured <= 2.4e-7
-    assert federation.sent[3][0]["latent"].abs().max() > 0.01
+    assert federation.sent[3][0]["z"].abs().max() > 0.01
 
 
 def test_below_one_the_identity_holds_to_1e_7(clients: Callable[..., Latents]) -> None:
@@ -418,7 +418,7 @@ def test_a_users_own_client_trains_latents_as_the_readme_says(tmp_path: Path) ->
         selection = Selection.build(payload.selection, model.state_dict())
         mapping = LatentConfig.from_text(payload.latent).mapping(selection)
         freeze_(model, mapping.selection)
-        training = LatentTraining(mapping, model, payload.active["latent"], payload.frozen)
+        training = LatentTraining(mapping, model, payload.active["z"], payload.frozen)
         client = int(context.node_config["partition-id"])
         settings = LocalTraining(steps=7, batch_size=17, optimizer="adam", lr=0.1)
         result = train(
@@ -427,7 +427,7 @@ def test_a_users_own_client_trains_latents_as_the_readme_says(tmp_path: Path) ->
         )  # fmt: skip
         losses.append(result.train_loss)
         z = training.latent.detach()
-        return train_reply(message, {"latent": z}, {"num-examples": result.num_examples})
+        return train_reply(message, {"z": z}, {"num-examples": result.num_examples})
 
     losses: list[float] = []
     strategy = FedFrozenLatent(FedAvgM(server_momentum=0.0, fraction_evaluate=0.0), latent=latent)
@@ -481,8 +481,8 @@ def test_a_map_that_cannot_be_is_refused_when_it_is_named(
 
 
 def test_what_a_message_says_of_the_map_is_short_and_complete() -> None:
-    assert LatentConfig(seed=3).to_text() == '{"seed":3}'
-    assert SMALL.to_text() == '{"dim":5,"rank":3,"generator":"sketch","seed":7}'
+    assert LatentConfig(seed=3).to_text() == "gaussian-qr/64/32/3"
+    assert SMALL.to_text() == "sketch/5/3/7"
     for latent in (LatentConfig(), SMALL, LatentConfig(memory="regenerated", seed=2**64 - 1)):
         assert LatentConfig.from_text(latent.to_text()) == latent
 
@@ -495,10 +495,16 @@ def test_a_base_whose_head_is_zero_is_refused(clients: Callable[..., Latents]) -
     clients().run(flite(warmup_rounds=1), 2, to_record(base))  # trained in the warm-up
 
 
-@pytest.mark.parametrize("text", ["{", "5", '{"dims": 3}', '{"dim": "3"}', '{"dim": 3}'])
+@pytest.mark.parametrize(
+    "text", ["", "sketch", "sketch/5/3", "sketch/5/3/x", "sketch/-5/3/1", "sketch/5/3/1/stored/1"]
+)
 def test_a_text_that_is_no_map_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="rank must be|fedfrozen.latent is not a latent's config"):
+    with pytest.raises(ValueError, match="ff.latent must be GENERATOR/DIM/RANK/SEED.*got"):
         LatentConfig.from_text(text)
+    with pytest.raises(ValueError, match="rank must be in 1..dim=5, got 7"):
+        LatentConfig.from_text("sketch/5/7/1")
+    with pytest.raises(ValueError, match="memory must be stored or regenerated, got 'none'"):
+        LatentConfig.from_text("sketch/5/3/1/none")
 
 
 @pytest.mark.parametrize("frozen", ["head", "*.qkv.weight"])

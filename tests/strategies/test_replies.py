@@ -16,7 +16,13 @@ from fedfrozen_app.strategies.replies import (
 )
 from fedfrozen_app.transport.arrays import to_record, to_tensors
 from fedfrozen_app.transport.codec import layout_of_tensors
-from fedfrozen_app.transport.payload import Addressees, missing_reply, train_reply
+from fedfrozen_app.transport.payload import (
+    Addressees,
+    group_of,
+    missing_reply,
+    round_and_client,
+    train_reply,
+)
 from tests.strategies.federation import Federation, initial
 
 
@@ -94,17 +100,23 @@ def test_replies_of_an_unordered_grid_are_sorted_by_client(tmp_path: Path) -> No
     replies = [reply_of(tmp_path, client) for client in (2, 0, 1)]
     client = Addressees([])
     ordered = in_client_order(None, replies, client)
-    assert [reply.content["reply"]["partition-id"] for reply in ordered] == [0, 1, 2]
+    assert [round_and_client(reply) for reply in ordered] == [(4, 0), (4, 1), (4, 2)]
     grid = Federation(tmp_path).grid
     assert in_client_order(grid, replies, client) is replies
 
 
 def test_an_error_reply_is_known_by_its_message_or_its_node(tmp_path: Path) -> None:
     grid = LocalGrid(ClientApp(), 3)  # this app answers everything with an error
-    content = [RecordDict({"config": ConfigRecord({"partition-id": i})}) for i in (40, 50, 60)]
-    sent = [Message(content[i], node, "train") for i, node in enumerate((3, 3, 2))]
+    sent = [
+        Message(RecordDict(), node, "train", group_id=group_of(7, client))
+        for node, client in ((3, 40), (3, 50), (2, 60))
+    ]
     replies = list(grid.send_and_receive(sent))
     assert all(reply.has_error() for reply in replies)
+    assert [round_and_client(reply) for reply in replies] == [(7, 40), (7, 50), (7, 60)]
+    assert [Addressees([])(reply) for reply in replies] == [40, 50, 60]
+    for reply in replies:
+        reply.metadata.__dict__["_group_id"] = ""  # as in errors of the SuperLink itself
     assert [Addressees(sent)(reply) for reply in replies] == [40, 50, 60]
     for reply in replies:
         reply.metadata.__dict__["_reply_to_message_id"] = "unknown"

@@ -12,7 +12,7 @@ from fedfrozen_app.training.client_rules import ClientRules
 from fedfrozen_app.training.upload import FEEDBACK, follow
 from fedfrozen_app.transport.client_state import ClientState
 from fedfrozen_app.transport.codec import layout_of_tensors
-from fedfrozen_app.transport.codecs import SEED, UPLOAD
+from fedfrozen_app.transport.codecs import CODECS, SEED
 from fedfrozen_app.transport.compression import parse_codec
 from fedfrozen_app.transport.low_rank import PowerSGD
 from fedfrozen_app.transport.payload import ACCEPTED, CONTROL, PATH, RUN, VERSION, Payload
@@ -30,7 +30,7 @@ Y = {"w": X["w"] + randn(13, 11, index=2), "b": X["b"] + 1, "bn.running_mean": t
 
 
 def rules(folder: Path, text: str, *, x: Tensors = X, c: Tensors | None = None, **more: Any) -> Any:
-    said: dict[str, Any] = {UPLOAD: text, RUN: TOKEN, VERSION: 1, ACCEPTED: 0, PATH: []}
+    said: dict[str, Any] = {CODECS: f"{text} none", RUN: TOKEN, VERSION: 1, ACCEPTED: 0, PATH: []}
     options = {"own_node": False, "state": RecordDict()}
     options |= {key: more.pop(key) for key in list(more) if key in options}
     extra = {} if c is None else {CONTROL: c}
@@ -108,7 +108,7 @@ def test_controls_travel_beside_as_they_are(tmp_path: Path, text: str) -> None:
     for name in ("w", "b"):
         assert torch.equal(sent[f"control/{name}"], plain[f"control/{name}"])
     assert plain.keys() == {*X, "control/w", "control/b"}
-    assert "packed/codes" in sent or "packed/values" in sent
+    assert "packed/q" in sent or "packed/values" in sent
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])

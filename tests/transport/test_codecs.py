@@ -10,10 +10,8 @@ from fedfrozen_app.engine.local_grid import LocalGrid
 from fedfrozen_app.transport.arrays import to_record
 from fedfrozen_app.transport.codec import layout_of_tensors
 from fedfrozen_app.transport.codecs import (
-    BROADCAST,
-    LAYOUT,
+    CODECS,
     SEED,
-    UPLOAD,
     Codecs,
     layout_from_text,
     layout_to_text,
@@ -34,7 +32,7 @@ def test_a_layout_is_the_same_after_a_way_as_text() -> None:
     text = layout_to_text(layout)
     assert layout_from_text(text) == layout
     assert list(layout_from_text(text)) == list(layout)
-    assert layout_to_text({"latent": ((1280,), "float32")}) == '{"latent":[1280]}'
+    assert layout_to_text({"z": ((1280,), "float32")}) == '{"z":[1280]}'
 
 
 @pytest.mark.parametrize(
@@ -42,15 +40,22 @@ def test_a_layout_is_the_same_after_a_way_as_text() -> None:
     ["", "[]", '{"w":3}', '{"w":[-1]}', '{"w":[1.5]}', '{"w":["int99",2]}', '{"w":[2,"int8"]}'],
 )
 def test_what_is_no_layout_is_an_error(text: str) -> None:
-    with pytest.raises(ValueError, match="fedfrozen.layout must be a layout in JSON, got"):
+    with pytest.raises(ValueError, match="ff.codecs must end with a layout in JSON, got"):
         layout_from_text(text)
 
 
 def test_messages_say_no_more_than_they_must() -> None:
     assert Codecs().instructions(X) == {}
-    assert Codecs("int8").instructions(X) == {UPLOAD: "int8"}
-    assert Codecs("powersgd:2", seed=3).instructions(X) == {UPLOAD: "powersgd:2", SEED: 3}
-    assert Codecs("int8", "int4").instructions(X, train=False).keys() == {BROADCAST, LAYOUT}
+    assert Codecs("int8").instructions(X) == {CODECS: "int8 none"}
+    assert Codecs("powersgd:2", seed=3).instructions(X) == {
+        CODECS: "powersgd:2 none",
+        SEED: 3,
+    }
+    flat = {"z": torch.zeros(1280)}
+    assert Codecs("int8", "int4").instructions(flat) == {CODECS: 'int8 int4 {"z":[1280]}'}
+    assert Codecs("int8", "int4").instructions(flat, train=False) == {
+        CODECS: 'none int4 {"z":[1280]}'
+    }
 
 
 @pytest.mark.parametrize("seed", [0, 7, 2**63 + 5, 2**70])
@@ -86,5 +91,5 @@ def test_a_broadcast_that_does_not_fit_its_layout_is_an_error(tmp_path: Path) ->
     codecs = Codecs(broadcast="int8")
     wire, _ = codecs.send(X)
     config = ConfigRecord(dict(codecs.instructions({**X, "w": torch.zeros(7, 7)})))
-    with pytest.raises(ValueError, match=r"'packed/codes' must be uint8\[60\], got uint8\[46\]"):
+    with pytest.raises(ValueError, match=r"'packed/q' must be uint8\[76\], got uint8\[62\]"):
         codecs.open(wire, config)

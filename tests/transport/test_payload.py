@@ -1,4 +1,5 @@
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,10 +13,13 @@ from fedfrozen_app.transport.payload import (
     MissingFrozenBlock,
     attach_frozen,
     client_of,
+    freeze_of,
+    group_of,
     mark,
     missing_digest,
     missing_reply,
     open_payload,
+    round_and_client,
     train_reply,
 )
 
@@ -37,7 +41,8 @@ def identity() -> None:
 
 def message(marked: bool = True, block: bool = False) -> Message:
     config = ConfigRecord({"server-round": 5, "partition-id": 2})
-    made = Message(RecordDict({"arrays": to_record(ACTIVE), "config": config}), 3, "train")
+    content = RecordDict({"arrays": to_record(ACTIVE), "config": config})
+    made = Message(content, 3, "train", group_id=group_of(5, 2))
     if marked:
         mark(made, SELECTION.spec, KEY, value_l2=0.25)
     if block:
@@ -61,7 +66,7 @@ def test_the_block_comes_from_the_message_then_the_cache_then_the_model(tmp_path
     for payload in (first, second):
         assert payload.frozen is not None
         assert payload.selection == "query-key" and payload.digest == KEY
-        assert payload.config["fedfrozen.value-l2"] == 0.25
+        assert payload.config["ff.value-l2"] == 0.25
         whole = SELECTION.merge(payload.active, payload.frozen)
         assert all(torch.equal(whole[name], WHOLE[name]) for name in WHOLE)
     assert open_payload(message(), FrozenCache(tmp_path / "none"), loaded=KEY).frozen is None
@@ -79,8 +84,16 @@ def test_marking_one_message_leaves_others_with_the_same_content_alone() -> None
     shared = RecordDict({"arrays": to_record(ACTIVE), "config": ConfigRecord({"server-round": 1})})
     one, other = (Message(shared, node, "train") for node in (1, 2))
     mark(one, SELECTION.spec, KEY)
-    assert one.content["config"]["fedfrozen.digest"] == KEY
-    assert "fedfrozen.digest" not in other.content["config"]
+    assert freeze_of(one.content["config"]) == ("query-key", KEY)
+    assert freeze_of(other.content["config"]) == ("all", "")
+    assert "ff.freeze" not in other.content["config"]
+
+
+@pytest.mark.parametrize("said", ["query-key", b"query-key", bytes(32), 3])
+def test_a_freeze_that_is_no_digest_and_selection_is_refused(said: Any) -> None:
+    config = ConfigRecord({"ff.freeze": said})
+    with pytest.raises(ValueError, match="ff.freeze must be a SHA-256 and a selection, got"):
+        freeze_of(config)
 
 
 def test_replies_say_who_they_are_from_and_what_they_lack() -> None:
@@ -89,7 +102,7 @@ def test_replies_say_who_they_are_from_and_what_they_lack() -> None:
     assert len(lacking.content.array_records) == 0
     done = train_reply(message(), ACTIVE, {"num-examples": 7})
     assert missing_digest(done) is None and client_of(done, 99) == 2
-    assert done.content["reply"]["server-round"] == 5
+    assert round_and_client(done) == (5, 2) and list(done.content) == ["arrays", "metrics"]
     # Flower's own strategies want exactly one array and one metric record
     assert len(done.content.array_records) == len(done.content.metric_records) == 1
     assert client_of(Message(RecordDict(), 3, "train"), 99) == 99

@@ -103,7 +103,7 @@ def run_cells(
                     time.sleep(POLL_SECONDS)
         finally:
             end([child.process for child in children])
-    return failures
+    return {cell.name: failures[cell.name] for cell in cells if cell.name in failures}
 
 
 @contextmanager

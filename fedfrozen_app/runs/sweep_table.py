@@ -24,7 +24,8 @@ class Result:
 
     ``quality`` is the perplexity of a language model and the accuracy of any other, of the last
     test; ``best`` is that of the best one. ``up_each`` and ``down_each`` are the bytes of a client
-    and round on average. ``loss`` is None where it is not finite.
+    in the last round: what goes out once, a frozen block or a base, is in the sums only. ``loss``
+    is None where it is not finite.
     """
 
     is_text: bool
@@ -45,15 +46,16 @@ def read_result(folder: RunFolder) -> Result:
     tested = [line for line in lines if line.test_accuracy is not None] or lines[:1]
     is_text = any(line.test_perplexity is not None for line in tested)
     values = [_quality(line, is_text) for line in tested]
-    sent = max(1, sum(line.clients + line.dropped for line in lines))
+    last = lines[-1]
+    sent = max(1, last.clients + last.dropped)
     up, down = sum(line.bytes_up for line in lines), sum(line.bytes_down for line in lines)
     return Result(
         is_text=is_text,
         quality=values[-1],
         best=min(values) if is_text else max(values),
         loss=tested[-1].test_loss,
-        up_each=up / sent,
-        down_each=down / sent,
+        up_each=last.bytes_up / sent,
+        down_each=last.bytes_down / sent,
         up=up,
         down=down,
         seconds=sum(line.seconds_total for line in lines),
@@ -81,7 +83,7 @@ def result_table(sweep: Sweep, finished: Mapping[str, RunFolder]) -> Table:
     results = {name: read_result(folder) for name, folder in finished.items()}
     text = {result.is_text for result in results.values()}
     measure = "perplexity" if text == {True} else "ppl or acc" if len(text) > 1 else "accuracy"
-    caption = "kB: of a client and round, MB: of the run; tensor payload"
+    caption = "kB: of a client in the last round, MB: of the run; tensor payload"
     table = Table(
         title=str(sweep.out.name),
         caption=caption,
@@ -163,7 +165,7 @@ def plan_table(sweep: Sweep, finished: Mapping[str, RunFolder]) -> Table:
         table.add_column(column, justify="right", no_wrap=True)
     for cell in sweep.cells:
         examples = examples_per_round(cell.config)
-        budget = getattr(cell.config, "byte_budget", 0)
+        budget = cell.config.byte_budget
         table.add_row(
             cell.name,
             state(finished.get(cell.name)),

@@ -314,14 +314,24 @@ def test_a_run_that_broke_off_or_got_worse_has_diverged(tmp_path: Path) -> None:
 
 
 # --- tables -------------------------------------------------------------------------------------
-def test_a_row_is_the_mean_over_seeds_with_bytes_of_a_client_and_round(tmp_path: Path) -> None:
+def test_a_row_is_the_mean_over_seeds_with_the_bytes_of_a_clients_last_round(
+    tmp_path: Path,
+) -> None:
     results = []
     for seed, accuracy in ((1, 0.5), (2, 0.75)):
         lines = [
             replace(LINE, bytes_up=0),
             replace(LINE, round=3, clients=3, bytes_up=3000, bytes_down=6000, test_accuracy=0.875),
             replace(LINE, round=4, clients=1, dropped=1, bytes_up=2000, test_accuracy=None),
-            replace(LINE, round=5, clients=5, bytes_up=5_000, test_accuracy=accuracy),
+            replace(
+                LINE,
+                round=5,
+                clients=3,
+                dropped=1,
+                bytes_up=5000,
+                bytes_down=600,
+                test_accuracy=accuracy,
+            ),
         ]
         results.append(read_result(make_run(config_of(tmp_path, seed=seed), *lines)))
     assert results[0].quality == 0.5 and results[0].best == 0.875
@@ -329,10 +339,10 @@ def test_a_row_is_the_mean_over_seeds_with_bytes_of_a_client_and_round(tmp_path:
         "0.6250 +- 0.1768",
         "0.8750 +- 0.0000",
         "2.500 +- 0.000",
-        "1.00",  # 10 kB over 3 + 2 + 5 clients
-        "0.600",
+        "1.25",  # 5 kB over 3 + 1 clients
+        "0.150",
         "0.010",
-        "0.006",
+        "0.007",
         "2.00",
         "2/3",
         "0/2",

@@ -1,4 +1,4 @@
-"""Faults in the rules turn a fast test red: each is put into a copy, where the copy's tests run."""
+"""Faults in rules, codecs and latents turn a fast test red: each in a copy, where its tests run."""
 
 import os
 import re
@@ -18,7 +18,8 @@ from tests.strategies.mutants import MUTANTS, Mutant
 ROOT = Path(__file__).resolve().parents[1]
 JOBS = 2
 # what a copy needs beside the package
-TESTS = ("__init__.py", "conftest.py", "references", "strategies")
+TESTS = ("__init__.py", "conftest.py")
+TESTS += ("references", "strategies", "transport", "models", "training")
 NOT_THE_COPY = 17
 PLUGIN = f"""
 import os
@@ -31,7 +32,7 @@ for module in (fedfrozen_app, tests.references.rules, tests.strategies.clients):
 # Imports the libraries once and forks for each run; what is under test is imported anew there.
 SERVER = """
 import os, sys
-import pytest, tests.strategies.clients
+import pytest, timm, tests.strategies.clients
 for name in [name for name in sys.modules if name.partition(".")[0] in ("fedfrozen_app", "tests")]:
     del sys.modules[name]
 for line in sys.stdin:
@@ -43,11 +44,11 @@ for line in sys.stdin:
         os._exit(code)
     print("exit code", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
-OPTIONS = "-x -q --tb=line --color=no -p only_the_copy -p no:cacheprovider"
+OPTIONS = "-x -q --tb=line --show-capture=no --color=no -p only_the_copy -p no:cacheprovider"
 
 
 class Copy:
-    """The package and its rules' tests in a folder, and a process that runs them there."""
+    """The package and its tests in a folder, and a process that runs them there."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -112,7 +113,7 @@ def test_every_fault_still_applies_and_every_rule_has_some() -> None:
         assert (ROOT / mutant.test_file).is_file(), mutant
     assert len({mutant[2:5] + mutant[:1] for mutant in MUTANTS}) == len(MUTANTS)
     faults = Counter(mutant.rule for mutant in MUTANTS)
-    assert len(faults) == 8 and min(faults.values()) >= 5
+    assert len(faults) == 10 and min(faults.values()) >= 5
 
 
 @pytest.mark.slow

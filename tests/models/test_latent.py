@@ -328,6 +328,18 @@ def test_the_identity_holds_on_whole_models_as_well():
     assert identity_error(mapping, base, zs) == pytest.approx(float(max(errors)), rel=1e-6)
 
 
+def test_the_identity_error_is_the_largest_of_any_tensor():
+    """Weights of one tensor at a time that are 512 times as large have as much larger rounding."""
+    model = tiny_vit()
+    base = clone(model)
+    mapping = mapping_of(model)
+    zs = latents(mapping, 8, 0.3)
+    assert len(mapping.tensors) == 9
+    for tensor in mapping.tensors:
+        large = base | {tensor.key: 512 * base[tensor.key]}
+        assert identity_error(mapping, large, zs) > 10 * identity_error(mapping, base, zs)
+
+
 def test_the_identity_error_sees_a_map_that_is_not_affine(monkeypatch):
     expand = SketchColumns.expand
     monkeypatch.setattr(SketchColumns, "expand", lambda self, w: expand(self, w * w.abs()))

@@ -5,6 +5,9 @@
 
 from typing import NamedTuple
 
+from tests.strategies.mutants_of_codecs import CODECS
+from tests.strategies.mutants_of_latents import LATENTS
+
 RULES = "fedfrozen_app/strategies/"
 AVERAGE, MEAN, BASE = RULES + "fedavg.py", RULES + "mean.py", RULES + "base.py"
 PROX, NOVA, STEPS = RULES + "fedprox.py", RULES + "fednova.py", RULES + "effective_steps.py"
@@ -26,7 +29,8 @@ class Mutant(NamedTuple):
     test_file: str
 
 
-# One list per rule, so that a line is: what, file, old, new[, test file if not the rule's own]
+# One list per rule, so that a line is: what, file, old, new[, test file if not the rule's own, from
+# the folder of the tests if it has a slash]
 Fault = tuple[str, ...]
 
 FEDAVG: list[Fault] = [
@@ -347,10 +351,18 @@ FAULTS: dict[str, list[Fault]] = {
     "fedadam": FEDADAM,
     "fedyogi": FEDYOGI,
     "fedadagrad": FEDADAGRAD,
+    "compression": CODECS,
+    "latent_strategy": LATENTS,
 }
 
+
+def _test_file(rule: str, said: tuple[str, ...]) -> str:
+    name = said[0] if said else f"test_{rule}.py"
+    return f"tests/{name}" if "/" in name else f"tests/strategies/{name}"
+
+
 MUTANTS = [
-    Mutant(rule, *fault[:4], "tests/strategies/" + (fault[4] if fault[4:] else f"test_{rule}.py"))
+    Mutant(rule, *fault[:4], _test_file(rule, fault[4:]))
     for rule, faults in FAULTS.items()
     for fault in faults
 ]

@@ -206,6 +206,25 @@ def sweep(
         )
 
 
+@app.command()
+def report(
+    paths: Annotated[list[Path], typer.Argument(help="run folders, or folders of a sweep")],
+    out: Annotated[Path, typer.Option(help="folder for table.md and the pictures")] = Path(
+        "report"
+    ),
+    panels: Annotated[str, typer.Option(help="label whose values get a picture each")] = "",
+) -> None:
+    """Write a table of finished runs, and accuracy against bytes as a picture."""
+    from fedfrozen_app.runs.report import write_report
+
+    try:
+        written = write_report(paths, out, panels)
+    except (ConfigError, OSError) as error:
+        fail(str(error), 2)
+    typer.echo(written[0].read_text(), nl=False)
+    typer.echo(", ".join(map(str, written)))
+
+
 @app.command("pretrain")
 def pretrain_base(
     out: Annotated[Path, typer.Option(help="safetensors file to write, for weights=FILE")],

@@ -10,6 +10,7 @@ from fedfrozen_app.strategies.replies import NON_FINITE
 
 # how and where a run is made, not what comes out
 IGNORED = ("run-name", "run-dir", "cache-dir", "threads", "jobs")
+TWICE = 2.0
 DIVERGED = (NON_FINITE, DivergedError.__name__)  # as a run's failure says it
 
 
@@ -58,7 +59,10 @@ def is_through(folder: RunFolder) -> bool:
 
 
 def has_diverged(folder: RunFolder) -> bool:
-    """Whether a finished run broke off, or ended worse than it began in loss and accuracy."""
+    """Whether a finished run broke off, or ended at twice the loss and below the accuracy it had.
+
+    A run from a good base that ends a little below it has not diverged.
+    """
     if folder.failure() is not None and not is_through(folder):
         return True
     tested = [line for line in folder.metrics() if line.test_accuracy is not None]
@@ -66,4 +70,4 @@ def has_diverged(folder: RunFolder) -> bool:
         return True
     start, end = tested[0], tested[-1]
     loss, accuracy = start.test_loss or 0.0, start.test_accuracy or 0.0
-    return tested[-1].test_loss > loss and (end.test_accuracy or 0.0) < accuracy
+    return tested[-1].test_loss > TWICE * loss and (end.test_accuracy or 0.0) < accuracy

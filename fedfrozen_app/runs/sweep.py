@@ -25,9 +25,10 @@ from typing import Any
 from fedfrozen_app.config import ConfigError, ConfigValue, RunConfig
 from fedfrozen_app.config_input import read_toml
 from fedfrozen_app.runs.finished import finished_runs, identity
-from fedfrozen_app.runs.store import RunFolder
+from fedfrozen_app.runs.store import RunFolder, atomic_path
 
 OWN_KEYS = ("run-name", "run-dir")  # the sweep's to choose
+LABELS_FILE = "labels.json"  # in a sweep's folder: the labels of each run by its name
 LONGEST_NAME = 200  # bytes; file systems take 255, and an ending is added
 
 
@@ -75,6 +76,18 @@ class Sweep:
         found = finished_runs(self.out)
         keys = {cell.name: identity(cell.config) for cell in self.cells}
         return {name: found[key] for name, key in keys.items() if key in found}
+
+    def write_labels(self) -> None:
+        """Write the labels of all runs of the folder, those of earlier sweeps included."""
+        path = self.out / LABELS_FILE
+        known = json.loads(path.read_text()) if path.exists() else {}
+        folders = self.finished()  # some may lie under another name
+        for cell in self.cells:
+            name = folders[cell.name].path.name if cell.name in folders else cell.name
+            known[name] = dict(cell.labels)
+        self.out.mkdir(parents=True, exist_ok=True)
+        with atomic_path(path) as temporary:
+            temporary.write_text(json.dumps(known, indent=1) + "\n")
 
 
 def read_sweep(

@@ -36,6 +36,7 @@ def run_sweep(sweep: Sweep, console: Console, jobs: int) -> dict[str, str]:
     finished = sweep.finished()
     todo = [cell for cell in sweep.cells if cell.name not in finished]
     check_models(todo)
+    sweep.write_labels()
     total, done = len(sweep.cells), len(finished)
     print_whole(progress(done, total, todo), console)
     with shown(console, total, done, jobs) as watch:

@@ -16,6 +16,8 @@ from fedfrozen_app.runs.sweep import Cell, Sweep
 
 SEED = "seed"  # what results are averaged over
 PADDING = (0, 1, 0, 0)
+MEASURES = ("best", "loss", "kB up", "kB down", "MB up", "MB down", "s", "runs", "diverged")
+COLUMNS = ("accuracy", *MEASURES)  # of result_row; of text the first is the perplexity
 
 
 @dataclass(frozen=True)
@@ -93,8 +95,7 @@ def result_table(sweep: Sweep, finished: Mapping[str, RunFolder]) -> Table:
     )
     for label in [axis.label for axis in sweep.axes if axis.label != SEED]:
         table.add_column(label, no_wrap=True)
-    columns = (measure, "best", "loss", "kB up", "kB down", "MB up", "MB down", "s")
-    for column in (*columns, "runs", "diverged"):
+    for column in (measure, *MEASURES):
         table.add_column(column, justify="right", no_wrap=True)
     for labels, cells in group(sweep.cells).items():
         table.add_row(*labels, *result_row([results.get(cell.name) for cell in cells]))

@@ -307,6 +307,8 @@ def test_a_run_that_broke_off_or_got_worse_has_diverged(tmp_path: Path) -> None:
 
     assert not diverges("better", replace(LINE, round=5, test_loss=1.0, test_accuracy=0.9))
     assert not diverges("louder", replace(LINE, round=5, test_loss=9.0, test_accuracy=0.9))
+    slightly = 1.9 * (LINE.test_loss or 0)
+    assert not diverges("below", replace(LINE, round=5, test_loss=slightly, test_accuracy=0.1))
     assert diverges("worse", replace(LINE, round=5, test_loss=9.0, test_accuracy=0.1))
     assert diverges("nan", replace(LINE, round=5, test_loss=None, test_accuracy=0.9))
     good = replace(LINE, round=2, test_accuracy=0.9)

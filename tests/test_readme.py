@@ -95,6 +95,11 @@ def test_a_command_of_the_readme_runs(
         assert "warmup-rounds" in out
     elif line.startswith("fedfrozen pretrain"):
         assert (checkout / shlex.split(line)[-1]).exists()
+    elif line.startswith("fedfrozen sweep"):
+        assert out.count(" 2/2 ") == 4  # every setting has both its seeds
+    elif line.startswith("fedfrozen report"):
+        assert (checkout / shlex.split(line)[-1] / "bandwidth.png").exists()
+        assert out.count("2/2 | 0/2 |") == 4
     else:
         assert (checkout / shlex.split(line)[-1] / "partition.png").exists()
 

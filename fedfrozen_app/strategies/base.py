@@ -165,9 +165,9 @@ class ServerRule(FlowerFedAvg, Generic[C, S]):
         super().__init__(**options)
         check_share(min_replies)
         self.seed = seed
-        self.codecs = Codecs(compression, broadcast, seed)
-        self.members = members or NodesAsTheyCome()
         self.buffers = frozenset(buffers)
+        self.codecs = Codecs(compression, broadcast, seed, self.buffers)
+        self.members = members or NodesAsTheyCome()
         self.min_replies = min_replies
         self.report = RoundReport()
         self.state: S = self.state_type()
@@ -218,7 +218,7 @@ class ServerRule(FlowerFedAvg, Generic[C, S]):
 
     def compress(self, upload: str, broadcast: str) -> None:
         """Change the codecs, from the next message on."""
-        self.codecs = Codecs(upload, broadcast, self.seed)
+        self.codecs = Codecs(upload, broadcast, self.seed, self.buffers)
 
     def summary(self) -> None:
         """Log the rule's config and what Flower's strategies log."""

@@ -76,7 +76,7 @@ def check_wrapped(strategy: Any) -> None:
                 f"{type(strategy).__name__} does not know the controls in SCAFFOLD's messages; "
                 "wrap Scaffold in FedFrozen alone"
             )
-        if isinstance(inner, ServerRule) and inner.codecs != Codecs(seed=inner.seed):
+        if isinstance(inner, ServerRule) and inner.codecs.are_used:
             raise ValueError(
                 f"{type(strategy).__name__} does not know encoded models, as the inner "
                 f"{type(inner).__name__} has them; set compression and broadcast on FedFrozen"

@@ -9,7 +9,7 @@ from fedfrozen_app.models.reselect import reselect
 from fedfrozen_app.models.selection import Selection
 from fedfrozen_app.training.kept import KeptByVersion, Tensors
 from fedfrozen_app.transport.client_state import ClientState
-from fedfrozen_app.transport.codec import Codec, layout_of_tensors, trained_names
+from fedfrozen_app.transport.codec import Codec, layout_of_tensors
 from fedfrozen_app.transport.compression import START, with_feedback
 from fedfrozen_app.transport.payload import Payload, from_namespaces, to_namespaces
 
@@ -65,7 +65,7 @@ class Upload:
     def encode(self, y: Mapping[str, torch.Tensor]) -> Tensors:
         """Return what to send of y, the active entries after training."""
         layout = layout_of_tensors(self._x)
-        names = set(trained_names(layout))
+        names = set(self._codec.trained_names(layout))
         # what is not packed travels in the dtype that it came in
         own = {n: t if n in names else t.to(self._x[n].dtype) for n, t in y.items()}
         if self._kept is None:

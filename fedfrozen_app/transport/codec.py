@@ -1,14 +1,16 @@
 """What every codec has in common: which entries it changes, the arrays it sends, its checks.
 
-Entries that no optimiser trains (:func:`fedfrozen_app.models.entries.is_trained`) and those a codec
-cannot make smaller travel as they are, under their own names. All others are packed, in name
-order, into a few flat arrays named ``packed/...``. Shapes and dtypes of all of them follow
-from the layout of the model, so a receiver knows them before it reads anything.
+Entries that no optimiser trains (:func:`fedfrozen_app.models.entries.is_trained`, and those that
+a codec is told of by name) and those a codec cannot make smaller travel as they are, under their
+own names. All others are packed, in name order, into a few flat arrays named ``packed/...``.
+Shapes and dtypes of all of them follow from the layout of the model, so a receiver knows them
+before it reads anything.
 """
 
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import ClassVar
 
@@ -29,15 +31,6 @@ def layout_of_tensors(tensors: Mapping[str, torch.Tensor]) -> Layout:
     return {name: (tuple(t.shape), _dtype_name(t)) for name, t in tensors.items()}
 
 
-def trained_names(layout: Layout) -> list[str]:
-    """Return the entries that may be changed on their way, in name order."""
-    like = {
-        name: torch.empty(shape, dtype=dtype_of(name, dtype), device="meta")
-        for name, (shape, dtype) in layout.items()
-    }
-    return sorted(name for name, tensor in like.items() if is_trained(name, tensor))
-
-
 def dtype_of(name: str, dtype: str) -> torch.dtype:
     """Return the dtype that a layout states by name; raise ValueError if there is none."""
     if isinstance(found := getattr(torch, dtype, None), torch.dtype):
@@ -45,17 +38,30 @@ def dtype_of(name: str, dtype: str) -> torch.dtype:
     raise ValueError(f"{_quoted(name)} must have the dtype of a tensor, got {dtype!r}")
 
 
+@dataclass(frozen=True)
 class Codec(ABC):
     """A way to send tensors in fewer bytes.
 
     Attributes
     ----------
+    untrained : frozenset of str
+        Names of further entries that travel as they are; see :mod:`...strategies.buffers`.
     of_update : bool
         Whether it is made for updates y - x, with error feedback
         (:func:`~fedfrozen_app.transport.compression.with_feedback`), or for weights y.
     """
 
+    untrained: frozenset[str] = field(default=frozenset(), kw_only=True)
     of_update: ClassVar[bool]
+
+    def trained_names(self, layout: Layout) -> list[str]:
+        """Return the entries that may be changed on their way, in name order."""
+        like = {
+            name: torch.empty(shape, dtype=dtype_of(name, dtype), device="meta")
+            for name, (shape, dtype) in layout.items()
+            if name not in self.untrained
+        }
+        return sorted(name for name, tensor in like.items() if is_trained(name, tensor))
 
     def encode(
         self, tensors: Mapping[str, torch.Tensor], start: Mapping[str, torch.Tensor] = NOTHING
@@ -125,7 +131,7 @@ class Codec(ABC):
 
     def _packed_shapes(self, layout: Layout) -> Shapes:
         """Return the shapes of the entries that are packed, in name order."""
-        shapes = {name: layout[name][0] for name in trained_names(layout)}
+        shapes = {name: layout[name][0] for name in self.trained_names(layout)}
         return {name: shape for name, shape in shapes.items() if self._packs(shape)}
 
     def _packs(self, shape: tuple[int, ...]) -> bool:

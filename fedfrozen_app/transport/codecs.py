@@ -22,7 +22,6 @@ from fedfrozen_app.transport.codec import (
     Tensors,
     dtype_of,
     layout_of_tensors,
-    trained_names,
 )
 from fedfrozen_app.transport.codec_name import check_broadcast
 from fedfrozen_app.transport.compression import parse_codec
@@ -31,6 +30,7 @@ from fedfrozen_app.transport.payload import Instructions, from_namespaces, to_na
 # keys of the config record of a message to a client
 CODECS = "ff.codecs"  # upload, broadcast and, if that is encoded, the layout of x
 SEED = "ff.seed"  # of PowerSGD's first factors
+UNTRAINED = "ff.untrained"  # names of entries that travel as they are
 _FLOAT = "float32"  # what a layout in words does not mention
 
 
@@ -46,6 +46,8 @@ class Codecs:
         ``none``, ``int8`` or ``int4``.
     seed : int
         Of PowerSGD's first factors.
+    untrained : frozenset of str
+        Names of further entries that travel as they are.
 
     Raises
     ------
@@ -56,6 +58,7 @@ class Codecs:
     upload: str = "none"
     broadcast: str = "none"
     seed: int = 0
+    untrained: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         parse_codec(self.upload)
@@ -64,12 +67,17 @@ class Codecs:
     @cached_property
     def up(self) -> Codec | None:
         """The codec of uploads."""
-        return parse_codec(self.upload, seed=self.seed)
+        return parse_codec(self.upload, seed=self.seed, untrained=self.untrained)
 
     @cached_property
     def down(self) -> Codec | None:
         """The codec of broadcasts."""
-        return parse_codec(self.broadcast)
+        return parse_codec(self.broadcast, untrained=self.untrained)
+
+    @property
+    def are_used(self) -> bool:
+        """Whether anything is encoded."""
+        return self.up is not None or self.down is not None
 
     @property
     def has_feedback(self) -> bool:
@@ -93,6 +101,8 @@ class Codecs:
         if self.down is not None:
             words.append(layout_to_text(layout_of_tensors(x)))
         said: Instructions = {CODECS: " ".join(words)}
+        if named := sorted(self.untrained & x.keys()):
+            said[UNTRAINED] = named
         if train and self.has_feedback:
             said[SEED] = self.seed % 2**63  # what a message can hold
         return said
@@ -119,7 +129,7 @@ class Codecs:
         layout = layout_of_tensors(x)
         decoded = self.up.decode(own, layout)
         if self.up.of_update:
-            for name in trained_names(layout):
+            for name in self.up.trained_names(layout):
                 decoded[name] = wide(x[name]) + wide(decoded[name])
                 if not bool(torch.isfinite(decoded[name]).all()):
                     raise ValueError(f"the update of {name!r} leads to non-finite values")
@@ -130,8 +140,9 @@ class Codecs:
     def of_message(cls, config: ConfigRecord) -> Self:
         """Return the codecs that a message to a client names."""
         upload, broadcast, _ = _words(config)
-        seed = config.get(SEED, 0)
-        return cls(upload, broadcast, seed if isinstance(seed, int) else 0)
+        seed, named = config.get(SEED, 0), config.get(UNTRAINED, [])
+        untrained = frozenset(map(str, named)) if isinstance(named, list) else frozenset()
+        return cls(upload, broadcast, seed if isinstance(seed, int) else 0, untrained)
 
     def open(self, entries: Tensors, config: ConfigRecord) -> Tensors:
         """Return x of a message's own entries.

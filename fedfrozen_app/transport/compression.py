@@ -27,7 +27,6 @@ from fedfrozen_app.transport.codec import (
     Tensors,
     dtype_of,
     layout_of_tensors,
-    trained_names,
 )
 from fedfrozen_app.transport.codec_name import read_codec_name
 from fedfrozen_app.transport.low_rank import PowerSGD
@@ -40,10 +39,12 @@ __all__ = ["Codec", "Integers", "PowerSGD", "TopK", "parse_codec", "payload_byte
 START = "start"  # the namespace, in a client's state, of what the next encode goes on from
 
 
-def parse_codec(text: str, *, seed: int = 0) -> Codec | None:
+def parse_codec(
+    text: str, *, seed: int = 0, untrained: frozenset[str] = frozenset()
+) -> Codec | None:
     """Return the codec that a value of ``compression`` names, None for ``none``.
 
-    ``seed`` is that of PowerSGD's first factors.
+    ``seed`` is that of PowerSGD's first factors; entries named in ``untrained`` travel as they are.
 
     Raises
     ------
@@ -52,10 +53,10 @@ def parse_codec(text: str, *, seed: int = 0) -> Codec | None:
     """
     kind, number = read_codec_name(text)
     if kind == "topk":
-        return TopK(number)
+        return TopK(number, untrained=untrained)
     if kind == "powersgd":
-        return PowerSGD(int(number), seed)
-    return Integers(int(number)) if kind == "int" else None
+        return PowerSGD(int(number), seed, untrained=untrained)
+    return Integers(int(number), untrained=untrained) if kind == "int" else None
 
 
 def with_feedback(
@@ -93,7 +94,8 @@ def with_feedback(
     layout = layout_of_tensors(delta) if layout is None else layout
     errors, extra = from_namespaces(residual, (START,))
     total = {
-        name: _sum(name, delta[name].detach(), errors.get(name)) for name in trained_names(layout)
+        name: _sum(name, delta[name].detach(), errors.get(name))
+        for name in codec.trained_names(layout)
     }
     sent = {
         name: total.get(name, tensor).to(dtype_of(name, layout[name][1]))

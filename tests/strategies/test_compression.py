@@ -208,6 +208,14 @@ def test_codecs_may_change_between_rounds(tmp_path: Path) -> None:
     assert clients.sent[4][0].keys() == to_tensors(arrays).keys()
 
 
+def test_a_rules_own_buffers_are_no_codecs_business() -> None:
+    rule = FedAvg(compression="topk:0.1", broadcast="int8", buffers=["layer.table"])
+    assert rule.codecs.untrained == {"layer.table"}
+    rule.compress("int4", "none")
+    assert rule.codecs.untrained == {"layer.table"} and rule.codecs.upload == "int4"
+    FedFrozen(FedAvg(buffers=["layer.table"]), warmup_rounds=1)  # names alone encode nothing
+
+
 # --- error feedback ---------------------------------------------------------------------------
 def residual(clients: Learners, strategy: FedFrozen, client: int) -> Tensors:
     if isinstance(rule := strategy.strategy, ServerRule):

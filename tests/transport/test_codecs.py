@@ -58,6 +58,26 @@ def test_messages_say_no_more_than_they_must() -> None:
     }
 
 
+@pytest.mark.parametrize("upload", ["int4", "topk:0.01", "powersgd:1"])
+def test_entries_named_as_untrained_travel_as_they_are(upload: str) -> None:
+    x = {"w": X["w"], "table": torch.linspace(-1, 1, 77).reshape(7, 11)}
+    server = Codecs(upload, "int4", untrained=frozenset({"table", "of another model"}))
+    said = ConfigRecord(dict(server.instructions(x)))
+    assert said["ff.untrained"] == ["table"]
+    client = Codecs.of_message(said)
+    wire, kept = server.send(x)
+    opened = client.open(wire, said)
+    for seen in (kept, opened):
+        assert torch.equal(seen["table"], x["table"]) and not torch.equal(seen["w"], x["w"])
+    y = {name: tensor + 0.125 for name, tensor in x.items()}
+    assert client.up is not None
+    sent = client.up.encode(y)
+    assert torch.equal(sent["table"], y["table"]) and "w" not in sent
+    assert torch.equal(server.receive(sent, x)["table"], y["table"])
+    assert "table" not in Codecs(upload, "int4").send(x)[0]  # unnamed, it is a weight
+    assert "ff.untrained" not in Codecs("none", untrained=frozenset({"table"})).instructions(x)
+
+
 @pytest.mark.parametrize("seed", [0, 7, 2**63 + 5, 2**70])
 def test_a_client_has_the_codecs_of_the_server(seed: int) -> None:
     said = ConfigRecord(dict(Codecs("powersgd:2", "int8", seed).instructions(X)))

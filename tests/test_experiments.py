@@ -138,6 +138,14 @@ def test_a_small_variant_sweeps_what_the_full_one_sweeps(path: Path) -> None:
     assert config.model in ("resnet20-gn", "tinygpt-mini")
 
 
+def test_the_readmes_grid_is_one(tmp_path: Path) -> None:
+    section = (ROOT / "README.md").read_text().partition("## Sweeps")[2].partition("\n## ")[0]
+    (block,) = re.findall(r"```toml\n(.*?)```", section, re.S)
+    (tmp_path / "FILE.toml").write_text(block)
+    cells = read_sweep(tmp_path / "FILE.toml", {"lr": 0.02}).cells
+    assert len(cells) == 12 and cells[0].name in section
+
+
 def test_the_papers_settings_are_those_of_the_full_files() -> None:
     """arXiv:2607.18343, sections 4 and 5."""
     by_name = {path.stem: sweep_of(path) for path in FILES}

@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -114,6 +115,8 @@ def test_an_unfinished_run_is_replaced_and_anything_else_is_moved_aside(tmp_path
     make_run(cell.config.model_copy(update={"lr": 0.75}))
     (folder.path / "model.safetensors").unlink()  # unfinished, but not ours
     assert make_way(folder, cell.config) == folder.path.with_name(f"{cell.name}.old-4")
+    make_run(cell.config)  # finished since it was looked for
+    assert make_way(folder, cell.config) == folder.path.with_name(f"{cell.name}.old-5")
 
 
 def test_a_sweep_that_changed_says_where_the_old_run_went(tmp_path: Path, fake: None) -> None:
@@ -272,6 +275,7 @@ def test_an_orphan_keeps_the_folder_to_itself(tmp_path: Path, fake: None) -> Non
     with locked(sweep.out) as lock:
         child = start(sweep.cells[0], sweep.out, 1, lock)
     try:
+        assert os.getsid(child.process.pid) == child.process.pid  # a terminal's Ctrl-C is not its
         with pytest.raises(ConfigError, match="a run that one left behind"):
             run_cells([], sweep.out)
     finally:

@@ -206,6 +206,31 @@ def sweep(
         )
 
 
+@app.command("tune-warmup")
+def tune(
+    words: Words = None,
+    overrides: Overrides = None,
+    ratios: Annotated[
+        str, typer.Option(help="candidates T_warm / T, comma-separated; 1 never freezes")
+    ] = "0.2,0.4,0.6,0.8,1.0",
+    out: Annotated[Path | None, typer.Option(help="JSON file for the table")] = None,
+) -> None:
+    """Choose the warm-up's length: several freezes from one shared warm-up."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    show_own_log()
+    logging.getLogger("flwr").setLevel(logging.WARNING)
+    try:
+        from fedfrozen_app.engine.tune_command import print_tuning, read_ratios
+
+        print_tuning(load_config(words, overrides), read_ratios(ratios), console, out)
+    except ConfigError as error:
+        fail(str(error), 2)
+    except (ValueError, RuntimeError, OSError) as error:
+        fail(f"{type(error).__name__}: {error}", 1)
+    except KeyboardInterrupt:
+        fail("interrupted; nothing was chosen", 130)
+
+
 @app.command()
 def report(
     paths: Annotated[list[Path], typer.Argument(help="run folders, or folders of a sweep")],

@@ -109,6 +109,13 @@ class RunConfig(BaseModel):
         description="share of the training data that no client holds and the base is trained on; "
         f"-1 = {DEFAULT_PUBLIC_FRACTION} with weights=base, else 0",
     )
+    validation_fraction: float = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description="share of the training examples that no client holds, on which settings are "
+        "compared; tested as often as the test set",
+    )
     augment: Literal["auto", "none", "crop", "crop-flip"] = Field(
         "auto", description="training augmentation; auto = what fits the data set"
     )

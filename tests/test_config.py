@@ -7,7 +7,8 @@ import pytest
 from fedfrozen_app.config import ConfigError, RunConfig
 from fedfrozen_app.config_input import parse_overrides, read_experiment
 
-EXPERIMENTS = sorted((Path(__file__).parents[1] / "experiments").glob("*.toml"))
+FILES = sorted((Path(__file__).parents[1] / "experiments").glob("*.toml"))
+EXPERIMENTS = [path for path in FILES if "[sweep]" not in path.read_text()]
 PYPROJECT = Path(__file__).parents[1] / "pyproject.toml"
 
 # the keys that scripts and papers' experiment files rely on

@@ -95,6 +95,8 @@ def test_a_command_of_the_readme_runs(
         assert "warmup-rounds" in out
     elif line.startswith("fedfrozen pretrain"):
         assert (checkout / shlex.split(line)[-1]).exists()
+    elif line.startswith("fedfrozen tune-warmup"):
+        assert "<- choose" in out and "in separate runs (60%)" in out
     elif line.startswith("fedfrozen sweep"):
         assert out.count(" 2/2 ") == 4  # every setting has both its seeds
     elif line.startswith("fedfrozen report"):

@@ -1,7 +1,8 @@
 """Which examples each client, the public share and the test hold.
 
-In this order: a class-balanced subset (``max-train-examples``), the public share that no
-client holds (``public-fraction``), then the clients. The result depends only on labels,
+In this order: a class-balanced subset (``max-train-examples``), the public share and the
+validation share that no client holds (``public-fraction``, ``validation-fraction``), then the
+clients. The result depends only on labels,
 config and seed, and is kept on disk, because every Flower process needs it.
 """
 
@@ -21,13 +22,13 @@ from fedfrozen_app.data.text import TextDataset, article_titles
 from fedfrozen_app.seeds import numpy_generator
 
 # Part of every key: raise it when the same settings would give another partition.
-PARTITION_VERSION = 1
+PARTITION_VERSION = 2
 TITLE_SETTINGS = ("partitioner", "alpha", "classes-per-client", "seed")
 
 
 @dataclass(frozen=True, eq=False)
 class Partition:
-    """Sorted rows (int64) of the training split by client and public, and of the test split.
+    """Sorted rows (int64) of the training split by who holds them, and of the test split.
 
     With ``partitioner=natural`` there may be fewer clients than ``num-clients``, and rows
     that nobody holds. ``settings`` are the config values that made the partition.
@@ -35,6 +36,7 @@ class Partition:
 
     clients: tuple[Indices, ...]
     public: Indices
+    validation: Indices
     test: Indices
     settings: Mapping[str, Any] = field(default_factory=dict)
 
@@ -59,6 +61,7 @@ def make_partition(config: RunConfig, dataset: Dataset) -> Partition:
             clients=np.concatenate(partition.clients),
             ends=ends,
             public=partition.public,
+            validation=partition.validation,
             test=partition.test,
         )
         return {}
@@ -66,7 +69,8 @@ def make_partition(config: RunConfig, dataset: Dataset) -> Partition:
     cached(folder, build)
     with np.load(folder / "rows.npz") as rows:
         clients = np.split(rows["clients"], rows["ends"][:-1])
-        return Partition(tuple(clients), rows["public"], rows["test"], settings)
+        public, validation, test = (rows[name] for name in ("public", "validation", "test"))
+        return Partition(tuple(clients), public, validation, test, settings)
 
 
 def _settings(config: RunConfig) -> dict[str, Any]:
@@ -80,6 +84,8 @@ def _settings(config: RunConfig) -> dict[str, Any]:
         "public-fraction": config.resolved_public_fraction,
         "seed": config.seed,
     }
+    if config.validation_fraction > 0:
+        settings["validation-fraction"] = config.validation_fraction
     if config.partitioner == "dirichlet":
         settings["alpha"] = config.alpha
     if config.partitioner == "shard":
@@ -90,8 +96,12 @@ def _settings(config: RunConfig) -> dict[str, Any]:
 def _draw(config: RunConfig, dataset: Dataset) -> Partition:
     kept, public, test = _shared_rows(config, dataset)
     pool = np.setdiff1d(kept, public, assume_unique=True)
+    labels = dataset.train.labels.numpy()
+    key, fraction = "validation-fraction", config.validation_fraction
+    validation = pool[_share(labels[pool], key, fraction, config.seed)]
+    pool = np.setdiff1d(pool, validation, assume_unique=True)
     clients = _divide(config, dataset, pool)
-    return Partition(tuple(pool[positions] for positions in clients), public, test)
+    return Partition(tuple(pool[positions] for positions in clients), public, validation, test)
 
 
 def _shared_rows(config: RunConfig, dataset: Dataset) -> tuple[Indices, Indices, Indices]:
@@ -99,7 +109,9 @@ def _shared_rows(config: RunConfig, dataset: Dataset) -> tuple[Indices, Indices,
     train_labels, test_labels = dataset.train.labels.numpy(), dataset.test.labels.numpy()
     kept = _subset(train_labels, config.max_train_examples, config.seed, "max-train-examples")
     test = _subset(test_labels, config.max_test_examples, config.seed, "max-test-examples")
-    return kept, kept[_public(train_labels[kept], config)], test
+    fraction = config.resolved_public_fraction
+    public = kept[_share(train_labels[kept], "public-fraction", fraction, config.seed)]
+    return kept, public, test
 
 
 def central_rows(config: RunConfig, dataset: Dataset) -> tuple[Indices, Indices]:
@@ -120,21 +132,18 @@ def _subset(labels: Indices, size: int, seed: int, key: str) -> Indices:
     return partitioners.balanced_subset(labels, size, numpy_generator(seed, key))
 
 
-def _public(labels: Indices, config: RunConfig) -> Indices:
-    """Return the positions of the public share: the same share of every class.
+def _share(labels: Indices, key: str, fraction: float, seed: int) -> Indices:
+    """Return the positions of a share of examples: the same share of every class.
 
     Equal numbers instead would take rare classes away from the clients altogether.
     """
-    fraction = config.resolved_public_fraction
     size = round(fraction * len(labels))
     if fraction > 0 and not 0 < size < len(labels):
         raise ConfigError(
-            f"public-fraction={fraction} of {len(labels)} training examples is {size}; it must "
+            f"{key}={fraction} of {len(labels)} training examples is {size}; it must "
             "leave some on both sides, so change it or use more training examples"
         )
-    return partitioners.stratified_subset(
-        labels, size, numpy_generator(config.seed, "public-fraction")
-    )
+    return partitioners.stratified_subset(labels, size, numpy_generator(seed, key))
 
 
 def _divide(config: RunConfig, dataset: Dataset, pool: Indices) -> list[Indices]:
@@ -178,9 +187,9 @@ def _divide(config: RunConfig, dataset: Dataset, pool: Indices) -> list[Indices]
 def partition_report(partition: Partition, dataset: Dataset) -> dict[str, Any]:
     """Return what ``partition.json`` holds: settings, sizes, counts and all rows.
 
-    ``class_counts`` is [client][class]; ``clients``, ``public`` and ``test`` are rows of the
-    training (or test) split; with ``partitioner=natural``, ``writers`` names each client's
-    writer, or ``articles`` its articles. The rows of text are blocks, all of one class.
+    ``class_counts`` is [client][class]; ``clients``, ``public``, ``validation`` and ``test`` are
+    rows of the training (or test) split; with ``partitioner=natural``, ``writers`` names each
+    client's writer, or ``articles`` its articles. The rows of text are blocks, all of one class.
     """
     labels = dataset.train.labels.numpy()
     sizes = [len(rows) for rows in partition.clients]
@@ -204,6 +213,7 @@ def partition_report(partition: Partition, dataset: Dataset) -> dict[str, Any]:
         ).tolist(),
         "clients": [rows.tolist() for rows in partition.clients],
         "public": partition.public.tolist(),
+        "validation": partition.validation.tolist(),
         "test": partition.test.tolist(),
     }
     if partition.settings.get("partitioner") != "natural":

@@ -27,6 +27,8 @@ from fedfrozen_app.transport.ledger import LedgerGrid, payload_bytes
 from fedfrozen_app.transport.payload import client_of
 
 OnRound = Callable[[RoundMetrics], None]
+Quality = tuple[float | None, float | None]  # loss and accuracy
+UNTESTED: Quality = (None, None)
 
 
 def build_strategy(config: RunConfig, worker: Worker) -> FedFrozen:
@@ -145,7 +147,7 @@ class Federation:
         self, server_round: int, arrays: ArrayRecord, started: float, on_round: OnRound
     ) -> None:
         """Test the model, if it is due, and write the round's line."""
-        loss, accuracy = self._test(server_round, arrays)
+        (loss, accuracy), validation = self._test(server_round, arrays)
         report, traffic = self.strategy.report, self.grid.take()
         text = self.config.reads_text
         metrics = RoundMetrics(
@@ -166,16 +168,19 @@ class Federation:
             dropped=report.dropped,
             test_perplexity=None if loss is None or not text else perplexity(loss),
             identity_error=self._identity_error(server_round),
+            validation_loss=validation[0],
+            validation_accuracy=validation[1],
         )
         self.folder.append(metrics)
         on_round(metrics)
 
-    def _test(self, server_round: int, arrays: ArrayRecord) -> tuple[float | None, float | None]:
+    def _test(self, server_round: int, arrays: ArrayRecord) -> tuple[Quality, Quality]:
+        """Return loss and accuracy on the test and the validation examples, if a test is due."""
         every, last = self.config.eval_every, self.config.rounds
         if server_round not in (0, last) and (every == 0 or server_round % every):
-            return None, None
+            return UNTESTED, UNTESTED
         self.worker.load_whole(to_tensors(arrays), self.strategy.digest)
-        return self.worker.test()
+        return self.worker.test(), self.worker.validate() or UNTESTED
 
     def _identity_error(self, server_round: int) -> float | None:
         """Return how exactly latents average, in the round that measured it."""
@@ -206,12 +211,28 @@ def prepare(config: RunConfig) -> tuple[Worker, FedFrozen]:
     check_weights(config)
     check_free(config)
     worker = resident(config)
+    return worker, checked_strategy(config, worker)
+
+
+def checked_strategy(config: RunConfig, worker: Worker) -> FedFrozen:
+    """Return the config's strategy; raise ConfigError if a stage cannot work with the model."""
     strategy = build_strategy(config, worker)
     try:
         strategy.check(to_record(worker.model.state_dict()))
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    return worker, strategy
+    return strategy
+
+
+def initial_model(worker: Worker, strategy: FedFrozen) -> ArrayRecord:
+    """Return the model a run starts from; raise ConfigError if latents cannot begin there."""
+    initial = worker.initial_weights()
+    if isinstance(strategy, FedFrozenLatent) and strategy.is_frozen(1):
+        try:
+            strategy.check_head(initial)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+    return to_record(initial)
 
 
 def run_federation(config: RunConfig, grid: Grid, on_round: OnRound) -> RunFolder:
@@ -228,13 +249,7 @@ def run_federation(config: RunConfig, grid: Grid, on_round: OnRound) -> RunFolde
         When too few clients of a round reply usably.
     """
     worker, strategy = prepare(config)
-    initial = worker.initial_weights()
-    if isinstance(strategy, FedFrozenLatent) and strategy.is_frozen(1):
-        try:
-            strategy.check_head(initial)
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
-    arrays = to_record(initial)
+    arrays = initial_model(worker, strategy)
     folder = RunFolder.create(config)
     folder.write_partition(partition_report(worker.partition, worker.dataset))
     Federation(config, grid, worker, strategy, folder).run(arrays, on_round)

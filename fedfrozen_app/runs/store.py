@@ -40,7 +40,7 @@ class RoundMetrics:
     ``dropped`` counts sampled clients whose reply did not enter the model. Of text, loss and
     accuracy are per token and ``test_perplexity`` = exp(``test_loss``); of images it is None.
     ``identity_error`` is max |mean_k theta(z_k) - theta(mean_k z_k)| over the mapped weights, in
-    the first round of latents.
+    the first round of latents. ``validation_*`` are of the validation share, where there is one.
     """
 
     round: int
@@ -60,6 +60,8 @@ class RoundMetrics:
     dropped: int
     test_perplexity: float | None = None
     identity_error: float | None = None
+    validation_loss: float | None = None
+    validation_accuracy: float | None = None
 
 
 @contextmanager

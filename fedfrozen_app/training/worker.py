@@ -54,6 +54,7 @@ class Worker:
         self.cache = FrozenCache(cache_root(config) / "frozen")
         self.digest = ""
         self._test_examples = self._examples("test", self.partition.test)
+        self._validation_examples = self._examples("train", self.partition.validation)
         self._state = self.model.state_dict()
         self._selections: dict[str, Selection] = {}
         self.selection = self._selection_of("all")
@@ -193,9 +194,17 @@ class Worker:
 
         For text both are per token: exp(loss) is the perplexity.
         """
+        return self._evaluate(self._test_examples)
+
+    def validate(self) -> tuple[float, float] | None:
+        """Return what :meth:`test` does, on the validation share; None where there is none."""
+        examples = self._validation_examples
+        return self._evaluate(examples) if len(examples) else None
+
+    def _evaluate(self, examples: Examples) -> tuple[float, float]:
         return evaluate(
             self.model,
-            self._test_examples,
+            examples,
             batch_size=evaluation_batch_size(self.config),
             precision=self.config.precision,
         )

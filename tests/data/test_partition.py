@@ -45,6 +45,24 @@ def test_without_base_weights_there_is_no_public_share(run_config):
     assert len(partition.public) == 0 and sum(map(len, partition.clients)) == 1437
 
 
+def test_the_validation_share_is_nobodys_and_leaves_the_other_shares_as_they_were(run_config):
+    plain, _ = made(run_config(public_fraction=0.25))
+    partition, dataset = made(run_config(public_fraction=0.25, validation_fraction=0.2))
+    assert len(plain.validation) == 0 and len(plain.public) == 359
+    assert partition.public.tolist() == plain.public.tolist()
+    assert partition.test.tolist() == plain.test.tolist()
+    assert len(partition.validation) == 216  # a fifth of 1,078
+    rows = np.concatenate([*partition.clients, partition.public, partition.validation])
+    assert sorted(rows.tolist()) == list(range(1437))
+    held = np.bincount(dataset.train.labels[partition.validation])
+    assert held.min() >= 20 and held.max() <= 23
+    report = partition_report(partition, dataset)
+    assert report["validation"] == partition.validation.tolist()
+    assert report["settings"]["validation-fraction"] == 0.2
+    with pytest.raises(ConfigError, match="validation-fraction=0.0001 of 1437 .* is 0; it must"):
+        made(run_config(validation_fraction=0.0001, weights="none"))
+
+
 def test_maxima_take_balanced_subsets_before_the_public_share(run_config):
     partition, dataset = made(
         run_config(max_train_examples=503, max_test_examples=97, public_fraction=0.25)

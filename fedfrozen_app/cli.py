@@ -218,7 +218,6 @@ def tune(
     """Choose the warm-up's length: several freezes from one shared warm-up."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     show_own_log()
-    logging.getLogger("flwr").setLevel(logging.WARNING)
     try:
         from fedfrozen_app.engine.tune_command import print_tuning, read_ratios
 

@@ -1,6 +1,7 @@
 """What ``fedfrozen tune-warmup`` does, beside reading its command line."""
 
 import json
+import logging
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -32,6 +33,7 @@ def print_tuning(
     config: RunConfig, ratios: Sequence[float], console: Console, out: Path | None = None
 ) -> Tuning:
     """Try the ratios, print the table, the choice and what was saved; write JSON to ``out``."""
+    logging.getLogger("flwr").setLevel(logging.WARNING)
     config = tuning_config(config)
     model_spec(config)
     check_weights(config)

@@ -115,15 +115,18 @@ class Worker:
 
     def _load_latent(self, payload: Payload, selection: Selection) -> None:
         """Load base and latent of a message; the weights are set to what they stand for."""
+        fresh = payload.frozen is not None
         if payload.frozen is not None:
             _check_layout(payload.frozen, self._state)
             self._base = payload.frozen
-            for name, tensor in self._base.items():
-                self._state[name].copy_(tensor)
         key = f"{payload.latent} {payload.selection}"
         if key not in self._maps:
             config = LatentConfig.from_text(payload.latent)
             self._maps = {key: config.mapping(selection, self.device)}
+            fresh = True
+        if fresh:  # what this map leaves alone may have been moved by the one before
+            for name, tensor in self._base.items():
+                self._state[name].copy_(tensor)
         mapping = self._maps[key]
         self._select(mapping.selection)
         base = {name: tensor.to(self.device) for name, tensor in self._base.items()}

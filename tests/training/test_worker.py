@@ -140,18 +140,24 @@ SMALL = LatentConfig(dim=5, rank=3, generator="sketch", seed=7)
 
 
 def latent_payload(
-    z: torch.Tensor, base: dict[str, torch.Tensor] | None, latent: LatentConfig = SMALL
+    z: torch.Tensor,
+    base: dict[str, torch.Tensor] | None,
+    latent: LatentConfig = SMALL,
+    spec: str = "all",
 ) -> Payload:
     config = ConfigRecord({LATENT_MAPPING: latent.to_text()})
-    return Payload({LATENT: z}, base, "all", "b", config)
+    return Payload({LATENT: z}, base, spec, "b", config)
 
 
 def theta(
-    z: torch.Tensor, base: dict[str, torch.Tensor], latent: LatentConfig = SMALL
+    z: torch.Tensor,
+    base: dict[str, torch.Tensor],
+    latent: LatentConfig = SMALL,
+    spec: str = "all",
 ) -> dict[str, torch.Tensor]:
     """The model of a latent as the server makes it."""
     whole = {name: tensor.clone() for name, tensor in base.items()}
-    latent.mapping(Selection.build("all", base)).apply_(whole, base, z)
+    latent.mapping(Selection.build(spec, base)).apply_(whole, base, z)
     return whole
 
 
@@ -173,20 +179,21 @@ def test_a_latent_stands_for_the_same_weights_as_on_the_server(
 
 
 @pytest.mark.parametrize(
-    "latent",
+    ("latent", "spec"),
     [
-        LatentConfig(dim=5, rank=3, generator="sketch", seed=8),
-        LatentConfig(dim=5, rank=3, generator="gaussian-qr", seed=7),
+        (LatentConfig(dim=5, rank=3, generator="sketch", seed=8), "all"),
+        (LatentConfig(dim=5, rank=3, generator="gaussian-qr", seed=7), "all"),
+        (SMALL, "query-key"),  # maps fewer rows: the others are the base's again
     ],
 )
 def test_each_message_says_which_map_its_latent_is_of(
-    config: RunConfig, start: dict[str, torch.Tensor], latent: LatentConfig
+    config: RunConfig, start: dict[str, torch.Tensor], latent: LatentConfig, spec: str
 ) -> None:
     worker = Worker(config)
     first, second = latents_of(start, 2)
     worker.load(latent_payload(first, start))
-    worker.load(latent_payload(second, None, latent))
-    expected = theta(second, start, latent)
+    worker.load(latent_payload(second, None, latent, spec))
+    expected = theta(second, start, latent, spec)
     assert equal(state(worker), expected) and not equal(expected, theta(second, start))
 
 

@@ -54,6 +54,12 @@ SHARED = ("dataset", "model", "rounds", "num-clients", "partitioner", "alpha", "
           "batch-size", "max-train-examples", "max-test-examples")  # fmt: skip
 
 
+@pytest.mark.parametrize(("name", "size"), [("digits-sweep", 8), ("digits-rules", 96)])
+def test_the_grids_of_the_bundled_data_need_nothing(name: str, size: int) -> None:
+    sweep = read_sweep(ROOT / "experiments" / f"{name}.toml")
+    assert len(sweep.cells) == size and {cell.config.dataset for cell in sweep.cells} == {"digits"}
+
+
 @cache
 def sweep_of(path: Path) -> Sweep:
     own = read_toml(path).get("weights")

@@ -72,12 +72,15 @@ def run(
     engine: Annotated[
         str | None, typer.Option(help="local (this process) or flwr (Flower's runtime on Ray)")
     ] = None,
+    resume: Annotated[
+        bool | None, typer.Option("--resume", help="go on after the last checkpoint")
+    ] = None,
 ) -> None:
     """Run a federation; without arguments the bundled digits."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # clean up as after Ctrl-C
     show_own_log()
     try:
-        config = load_config(words, overrides, engine=engine)
+        config = load_config(words, overrides, engine=engine, resume=resume)
     except ConfigError as error:
         fail(str(error), 2)
     try:
@@ -138,7 +141,8 @@ def run_flower(config: RunConfig) -> Path:
     from fedfrozen_app.runs.store import RunFolder, free_name
 
     prepare(config)  # what is wrong is said here, not by a process of Flower's runtime
-    config = config.model_copy(update={"run_name": free_name(config)})
+    name = config.resolved_run_name if config.resume else free_name(config)
+    config = config.model_copy(update={"run_name": name})
     code = run_with_flower(config, lambda line: console.print(line, markup=False, highlight=False))
     path = Path(config.run_dir) / config.run_name
     if code != 0:

@@ -182,6 +182,12 @@ class RunConfig(BaseModel):
     round_timeout: float = Field(
         3600.0, gt=0, description="seconds to wait for a round's replies (Flower runtime)"
     )
+    checkpoint_every: int = Field(
+        1, ge=0, description="rounds between checkpoints in the run folder; 0 = none"
+    )
+    resume: bool = Field(
+        False, description="go on with the run of this name after its last checkpoint"
+    )
     byte_budget: int = Field(
         0,
         ge=0,

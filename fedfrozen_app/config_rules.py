@@ -74,6 +74,13 @@ def _without_effect(config: "RunConfig") -> Iterable[str]:
             f"eval-every={config.eval_every} would leave the last round that byte-budget="
             f"{config.byte_budget} pays for untested; set eval-every=1"
         )
+    keeps = config.strategy == "scaffold" or config.compression.startswith(("topk", "powersgd"))
+    if config.resume and config.engine == "flwr" and keeps:
+        yield (
+            "resume=true cannot go on here: with engine=flwr what clients keep "
+            f"(strategy={config.strategy}, compression={config.compression}) ends with Flower's "
+            "run; use engine=local"
+        )
     if config.jobs > 1 and config.engine == "flwr":
         yield (
             f"jobs={config.jobs} is for engine=local; with engine=flwr the number of clients "

@@ -3,6 +3,8 @@
 import time
 from collections.abc import Callable
 from logging import ERROR, INFO
+from pathlib import Path
+from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Message
 from flwr.serverapp import Grid
@@ -11,9 +13,16 @@ from flwr.supercore import log
 from fedfrozen_app.config import ConfigError, RunConfig
 from fedfrozen_app.data.partition import partition_report
 from fedfrozen_app.engine.roster import Roster
+from fedfrozen_app.engine.snapshot import Snapshot
 from fedfrozen_app.models.head import METADATA_KEY, never_trained
 from fedfrozen_app.models.registry import model_spec
 from fedfrozen_app.models.weights import check_weights
+from fedfrozen_app.runs.checkpoint import (
+    Checkpoint,
+    read_checkpoint,
+    remove_checkpoints,
+    write_checkpoint,
+)
 from fedfrozen_app.runs.store import RoundMetrics, RunFolder, check_free
 from fedfrozen_app.strategies import FedFrozen, FreezeSchedule
 from fedfrozen_app.strategies.base import ServerRule
@@ -77,11 +86,15 @@ class Federation:
         self.strategy.timeout = config.round_timeout
         self.folder = folder
 
-    def run(self, arrays: ArrayRecord, on_round: OnRound) -> None:
-        """Run all rounds; the model of the last finished round is saved whatever happens."""
+    def run(self, arrays: ArrayRecord, on_round: OnRound, first: int = 0) -> None:
+        """Run rounds from ``first`` on, 0 being the test of the start.
+
+        The model of the last finished round is saved whatever happens.
+        """
         try:
-            self._record(0, arrays, time.perf_counter(), on_round)
-            for server_round in range(1, self.config.rounds + 1):
+            if first == 0:
+                self._record(0, arrays, time.perf_counter(), on_round)
+            for server_round in range(max(1, first), self.config.rounds + 1):
                 started = time.perf_counter()
                 messages = self._messages(server_round, arrays)
                 if reason := self._beyond_budget(server_round, messages):
@@ -90,12 +103,39 @@ class Federation:
                     break
                 arrays = self._train(server_round, arrays, messages)
                 self._record(server_round, arrays, started, on_round)
+                self._checkpoint(server_round, arrays)
         except BaseException as error:  # Ctrl-C too: the folder must not look finished
             self._forget_clients()
             self._save_after(error, arrays)
             raise
-        self._forget_clients()
         self._save_model(arrays)
+        self._forget_clients()
+        remove_checkpoints(self.folder.path)
+
+    def _checkpoint(self, server_round: int, arrays: ArrayRecord) -> None:
+        every = self.config.checkpoint_every
+        if every == 0 or server_round % every or server_round == self.config.rounds:
+            return
+        states = self.worker.client_states
+
+        def make(copy_to: Path) -> dict[str, Any]:
+            taken = Snapshot.take(arrays, self.strategy, self.grid, states, copy_to)
+            return {
+                "model": taken.model,
+                "strategy": taken.strategy,
+                "contexts": taken.contexts,
+                "spent": dict(self.grid.spent),
+            }
+
+        write_checkpoint(self.folder.path, server_round, make)
+
+    def restore(self, checkpoint: Checkpoint) -> ArrayRecord:
+        """Be where a checkpoint was written; return the model."""
+        state = checkpoint.state
+        model, strategy, contexts = (state[key] for key in ("model", "strategy", "contexts"))
+        snapshot = Snapshot(model, strategy, contexts, checkpoint.clients)
+        self.grid.spent.update(state["spent"])
+        return snapshot.restore(self.strategy, self.grid, self.worker.client_states)
 
     def _save_model(self, arrays: ArrayRecord) -> None:
         self.folder.save_model(to_tensors(arrays), {METADATA_KEY: self.config.head})
@@ -209,7 +249,8 @@ def prepare(config: RunConfig) -> tuple[Worker, FedFrozen]:
     """
     model_spec(config)
     check_weights(config)
-    check_free(config)
+    if not config.resume:
+        check_free(config)
     worker = resident(config)
     return worker, checked_strategy(config, worker)
 
@@ -249,8 +290,31 @@ def run_federation(config: RunConfig, grid: Grid, on_round: OnRound) -> RunFolde
         When too few clients of a round reply usably.
     """
     worker, strategy = prepare(config)
-    arrays = initial_model(worker, strategy)
-    folder = RunFolder.create(config)
+    if not config.resume:
+        arrays = initial_model(worker, strategy)
+        folder = RunFolder.create(config)
+        folder.write_partition(partition_report(worker.partition, worker.dataset))
+        Federation(config, grid, worker, strategy, folder).run(arrays, on_round)
+        return folder
+    return _resume(config, grid, worker, strategy, on_round)
+
+
+def _resume(
+    config: RunConfig, grid: Grid, worker: Worker, strategy: FedFrozen, on_round: OnRound
+) -> RunFolder:
+    """Go on after the last checkpoint; without one, begin; do nothing if the run is over."""
+    folder = RunFolder.reopen(config)
+    if folder.is_over():
+        return folder
+    federation = Federation(config, grid, worker, strategy, folder)
+    checkpoint = read_checkpoint(folder.path)
+    done = -1 if checkpoint is None else checkpoint.server_round
+    folder.go_back_to(done)
     folder.write_partition(partition_report(worker.partition, worker.dataset))
-    Federation(config, grid, worker, strategy, folder).run(arrays, on_round)
+    if checkpoint is None:
+        arrays = initial_model(worker, strategy)
+    else:
+        log(INFO, "going on after round %d", done)
+        arrays = federation.restore(checkpoint)
+    federation.run(arrays, on_round, first=done + 1)
     return folder

@@ -1,29 +1,44 @@
-"""A federation between two rounds, kept in memory so that several continuations can start there."""
+"""A federation between two rounds, so that it, or several continuations, can go on from there."""
 
+import contextlib
+import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
-from flwr.app import ArrayRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
+from flwr.serverapp import Grid
 
-from fedfrozen_app.engine.local_grid import LocalGrid
 from fedfrozen_app.strategies.fedfrozen import FedFrozen
 from fedfrozen_app.transport.arrays import to_record, to_tensors
 from fedfrozen_app.transport.client_files import run_folder
+
+Plain = dict[str, Any]  # nested containers of tensors, numbers and strings
+RECORDS = {"config": ConfigRecord, "metrics": MetricRecord}
 
 
 @dataclass(frozen=True)
 class Snapshot:
     """What crosses rounds: the model, the strategy's state, and what the clients keep.
 
-    ``files`` is a copy of the run's folder of large client states, None where there are none.
+    Attributes
+    ----------
+    model : dict of str to Tensor
+        All entries.
+    strategy : dict
+        ``state_dict()`` of the strategy.
+    contexts : dict of int to dict
+        What clients keep in their contexts, by node and record; empty where another process
+        holds them.
+    files : Path or None
+        A copy of the run's folder of large client states, None where there are none.
     """
 
     model: dict[str, torch.Tensor]
-    strategy: dict[str, Any]
-    contexts: dict[int, RecordDict]
+    strategy: Plain
+    contexts: dict[int, Plain]
     files: Path | None
 
     @classmethod
@@ -31,7 +46,7 @@ class Snapshot:
         cls,
         arrays: ArrayRecord,
         strategy: FedFrozen,
-        grid: LocalGrid,
+        grid: Grid,
         client_states: Path,
         copy_to: Path,
     ) -> Self:
@@ -39,27 +54,41 @@ class Snapshot:
         state = strategy.state_dict()
         source = run_folder(client_states, _run(state))
         if source.is_dir():
-            shutil.copytree(source, copy_to)
+            copy_files(source, copy_to)
+        kept = grid.state_dict() if hasattr(grid, "state_dict") else {}
         return cls(
             model={name: tensor.clone() for name, tensor in to_tensors(arrays).items()},
             strategy=_copied(state),
-            # a client replaces the records of its state, and never writes to one
-            contexts={node: RecordDict(dict(kept)) for node, kept in grid.state_dict().items()},
+            contexts={node: _to_plain(records) for node, records in kept.items()},
             files=copy_to if source.is_dir() else None,
         )
 
-    def restore(self, strategy: FedFrozen, grid: LocalGrid, client_states: Path) -> ArrayRecord:
+    def restore(self, strategy: FedFrozen, grid: Grid, client_states: Path) -> ArrayRecord:
         """Let a new strategy and the clients go on from here; return the model."""
         strategy.load_state_dict(_copied(self.strategy))
-        grid.load_state_dict({node: RecordDict(dict(kept)) for node, kept in self.contexts.items()})
+        if hasattr(grid, "load_state_dict"):
+            kept = {node: _to_records(_copied(plain)) for node, plain in self.contexts.items()}
+            grid.load_state_dict(kept)
         target = run_folder(client_states, _run(self.strategy))
         shutil.rmtree(target, ignore_errors=True)
         if self.files is not None:
-            shutil.copytree(self.files, target)
+            copy_files(self.files, target)
         return to_record({name: tensor.clone() for name, tensor in self.model.items()})
 
 
-def _run(state: dict[str, Any]) -> str:
+def copy_files(source: Path, target: Path) -> None:
+    """Copy a folder of files that are replaced and never written to: by hard links if it can be."""
+    shutil.copytree(source, target, copy_function=_link_or_copy)
+
+
+def _link_or_copy(source: str, target: str) -> None:
+    with contextlib.suppress(OSError):  # another file system, or one without links
+        os.link(source, target)
+        return
+    shutil.copyfile(source, target)
+
+
+def _run(state: Plain) -> str:
     """Return the token that clients keep their states of a run under."""
     return str(state["inner"]["run"])
 
@@ -71,3 +100,24 @@ def _copied(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _copied(each) for key, each in value.items()}
     return [_copied(each) for each in value] if isinstance(value, list) else value
+
+
+# --- records as plain data --------------------------------------------------------------
+def _to_plain(records: RecordDict) -> Plain:
+    """Return what a context holds: kind and content by name."""
+    plain: Plain = {}
+    for name, record in records.items():
+        if isinstance(record, ArrayRecord):
+            plain[name] = ["arrays", _copied(to_tensors(record))]
+        else:
+            (kind,) = [kind for kind, type_ in RECORDS.items() if isinstance(record, type_)]
+            plain[name] = [kind, _copied(dict(cast(Plain, record)))]
+    return plain
+
+
+def _to_records(plain: Plain) -> RecordDict:
+    """Return the context that :func:`_to_plain` was given."""
+    records = RecordDict()
+    for name, (kind, content) in plain.items():
+        records[name] = to_record(content) if kind == "arrays" else RECORDS[kind](content)
+    return records

@@ -4,12 +4,10 @@ import json
 from pathlib import Path
 
 from fedfrozen_app.config import RunConfig
-from fedfrozen_app.runs.store import RunFolder
+from fedfrozen_app.runs.store import NOT_OF_THE_RESULT, RunFolder
 from fedfrozen_app.strategies.base import DivergedError
 from fedfrozen_app.strategies.replies import NON_FINITE
 
-# how and where a run is made, not what comes out
-IGNORED = ("run-name", "run-dir", "cache-dir", "threads", "jobs")
 TWICE = 2.0
 DIVERGED = (NON_FINITE, DivergedError.__name__)  # as a run's failure says it
 
@@ -19,7 +17,9 @@ def identity(config: RunConfig) -> str:
     resolved = config.resolved()
     del resolved["local-steps"]  # the upper end of a range only
     values = {**config.to_mapping(), **resolved, "warmup-ratio": -1}  # as resolved warm-up rounds
-    return json.dumps({key: values[key] for key in values if key not in IGNORED}, sort_keys=True)
+    return json.dumps(
+        {key: values[key] for key in values if key not in NOT_OF_THE_RESULT}, sort_keys=True
+    )
 
 
 def finished_runs(out: Path) -> dict[str, RunFolder]:

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedfrozen_app.config import ConfigError
-from fedfrozen_app.runs.finished import IGNORED, is_finished, stored_config
-from fedfrozen_app.runs.store import RoundMetrics, RunFolder
+from fedfrozen_app.runs.finished import is_finished, stored_config
+from fedfrozen_app.runs.store import NOT_OF_THE_RESULT, RoundMetrics, RunFolder
 from fedfrozen_app.runs.sweep import LABELS_FILE
 from fedfrozen_app.runs.sweep_table import COLUMNS, SEED, read_result, result_row
 
@@ -70,7 +70,7 @@ def _labels(path: Path, runs: Sequence[RunFolder]) -> list[dict[str, str]]:
     if all(folder.path.name in known for folder in runs):
         return [known[folder.path.name] for folder in runs]
     configs = [config.to_mapping() if (config := stored_config(run)) else {} for run in runs]
-    keys = {key for config in configs for key in config if key not in IGNORED}
+    keys = {key for config in configs for key in config if key not in NOT_OF_THE_RESULT}
     differ = sorted(key for key in keys if len({str(config.get(key)) for config in configs}) > 1)
     return [{key: str(config.get(key)) for key in differ} for config in configs]
 

@@ -25,7 +25,11 @@ from fedfrozen_app.config import ConfigError, RunConfig
 from fedfrozen_app.tensor_file import write_tensors
 
 REVISION_VARIABLE = "FEDFROZEN_REVISION"
-FAILURE, EARLY_END = "failure.txt", "end.txt"
+FAILURE, EARLY_END, MODEL = "failure.txt", "end.txt", "model.safetensors"
+# keys that say how and where a run is made, not what comes out
+NOT_OF_THE_RESULT = (
+    "run-name", "run-dir", "cache-dir", "threads", "jobs", "checkpoint-every", "resume",
+)  # fmt: skip
 PACKAGES = ("fedfrozen", "flwr", "torch", "torchvision", "timm", "numpy")
 
 
@@ -106,6 +110,40 @@ class RunFolder:
         folder._write_json("config.json", describe_run(config))
         return folder
 
+    @classmethod
+    def reopen(cls, config: RunConfig) -> Self:
+        """Open the folder of a run that stopped, or create it if there is none.
+
+        Raises
+        ------
+        ConfigError
+            As :meth:`create`, and if the folder was made by another config.
+        """
+        folder = cls(Path(config.run_dir).expanduser().resolve() / config.resolved_run_name)
+        if not (folder.path / "config.json").exists():
+            return cls.create(config.model_copy(update={"run_name": config.resolved_run_name}))
+        known = json.loads((folder.path / "config.json").read_text())["config"]
+        for key, value in config.to_mapping().items():
+            if key not in NOT_OF_THE_RESULT and known.get(key) != value:
+                raise ConfigError(
+                    f"run {folder.path.name!r} was made with {key}={known.get(key)} and cannot go "
+                    f"on with {key}={value}; use the same values, or another run-name"
+                )
+        return folder
+
+    def is_over(self) -> bool:
+        """Whether the run came to its end as it should."""
+        return (self.path / MODEL).exists() and self.failure() is None
+
+    def go_back_to(self, server_round: int) -> None:
+        """Take back what was written after a round, -1 for all, and the end of the run."""
+        for name in (FAILURE, EARLY_END, MODEL):
+            (self.path / name).unlink(missing_ok=True)
+        path = self.path / "metrics.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        with atomic_path(path) as temporary:
+            temporary.write_text("".join(f"{line}\n" for line in lines[: server_round + 1]))
+
     def _write_json(self, name: str, content: Mapping[str, Any]) -> None:
         with atomic_path(self.path / name) as temporary:
             temporary.write_text(json.dumps(content, indent=1) + "\n")
@@ -126,7 +164,7 @@ class RunFolder:
         self, arrays: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None
     ) -> None:
         """Write the whole model to ``model.safetensors``, with metadata for its header."""
-        with atomic_path(self.path / "model.safetensors") as temporary:
+        with atomic_path(self.path / MODEL) as temporary:
             write_tensors(temporary, arrays, metadata)
 
     def write_failure(self, reason: str) -> None:

@@ -28,6 +28,7 @@ SIZES = {
     "flite-from-scratch-small": 12,
     "flite-head": 9,
     "flite-head-small": 9,
+    "flite-methods": 42,
     "flite-head-to-head-cifar10": 12,
     "flite-head-to-head-cifar100": 12,
     "flite-head-to-head-small": 12,
@@ -48,8 +49,8 @@ SIZES = {
 }
 METHOD = "method"  # the label of what is compared
 # a method may differ from the others in these keys and in no other
-OF_METHOD = {"strategy", "latent-dim", "latent-rank", "latent-bits", "compression", "broadcast",
-             "head", "run-name"}  # fmt: skip
+OF_METHOD = {"strategy", "latent-dim", "latent-rank", "latent-bits", "generator", "compression",
+             "broadcast", "head", "run-name"}  # fmt: skip
 SHARED = ("dataset", "model", "rounds", "num-clients", "partitioner", "alpha", "local-epochs",
           "batch-size", "max-train-examples", "max-test-examples")  # fmt: skip
 

@@ -8,7 +8,6 @@ import errno
 import hashlib
 import json
 import logging
-import os
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping
@@ -18,6 +17,7 @@ from typing import Any
 from filelock import FileLock
 
 from fedfrozen_app.config import ConfigError, RunConfig
+from fedfrozen_app.transport.frozen_cache import user_cache
 
 logger = logging.getLogger(__name__)
 
@@ -32,11 +32,7 @@ def cache_root(config: RunConfig) -> Path:
     """Return the absolute folder of all caches: ``cache-dir``, else the user's cache folder."""
     if config.cache_dir:
         return Path(config.cache_dir).expanduser().absolute()
-    # The XDG specification says that a relative value is to be ignored.
-    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    if not base.is_absolute():
-        base = Path.home() / ".cache"
-    return base / "fedfrozen"
+    return user_cache()
 
 
 def content_key(**parts: Any) -> str:

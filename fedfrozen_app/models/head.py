@@ -12,15 +12,18 @@ for bit and whatever its own seed, and any other run with a frozen head draws a 
 """
 
 from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from fedfrozen_app.config import RunConfig
 from fedfrozen_app.models.attention import HasShape
 from fedfrozen_app.models.patterns import ALL, HEADS
 from fedfrozen_app.models.selection import Selection
 from fedfrozen_app.seeds import torch_generator
+
+if TYPE_CHECKING:  # the strategies need this module, and no configuration
+    from fedfrozen_app.config import RunConfig
 
 TRAINABLE = "trainable"
 METADATA_KEY = "head"  # of a weights file
@@ -56,13 +59,13 @@ def never_trained(head: str, entries: Mapping[str, HasShape]) -> str:
     return ", ".join(f"{prefix}.*" for prefix in prefixes)
 
 
-def central_selection(config: RunConfig, model: nn.Module) -> Selection:
+def central_selection(config: "RunConfig", model: nn.Module) -> Selection:
     """Return what central training of the run's model freezes: the head, if it is frozen."""
     state = model.state_dict()
     return Selection.build(never_trained(config.head, state), state)
 
 
-def draw_head_(model: nn.Module, config: RunConfig) -> None:
+def draw_head_(model: nn.Module, config: "RunConfig") -> None:
     """Draw the head in place where the config freezes it; a trainable one is left alone.
 
     The numbers depend on ``seed`` and the weight's shape alone; they are drawn in fp32.

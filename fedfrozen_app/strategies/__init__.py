@@ -10,7 +10,7 @@ from fedfrozen_app.strategies.fednova import FedNova
 from fedfrozen_app.strategies.fedprox import FedProx
 from fedfrozen_app.strategies.fedyogi import FedYogi
 from fedfrozen_app.strategies.latent import FedFrozenLatent, LatentConfig
-from fedfrozen_app.strategies.replies import QuorumError, RoundReport
+from fedfrozen_app.strategies.replies import QuorumError, RoundReport, UnfitClientsError
 from fedfrozen_app.strategies.scaffold import Scaffold
 from fedfrozen_app.strategies.schedule import FreezeSchedule
 
@@ -31,5 +31,6 @@ __all__ = [
     "Scaffold",
     "ServerRule",
     "State",
+    "UnfitClientsError",
     "Update",
 ]

@@ -25,7 +25,6 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 from flwr.supercore import log
 
-from fedfrozen_app.config import DEFAULT_WARMUP_RATIO, rounds_of_ratio
 from fedfrozen_app.models.selection import Selection, value_rows
 from fedfrozen_app.strategies.base import ServerRule
 from fedfrozen_app.strategies.fedavg import FedAvg
@@ -45,6 +44,7 @@ from fedfrozen_app.transport.arrays import to_record, to_tensors
 from fedfrozen_app.transport.block import FrozenBlock
 from fedfrozen_app.transport.codec import layout_of_tensors
 from fedfrozen_app.transport.codecs import Codecs
+from fedfrozen_app.transport.order import order_of
 from fedfrozen_app.transport.payload import (
     NUM_EXAMPLES,
     Addressees,
@@ -68,8 +68,26 @@ def weight_key(strategy: Any) -> str:
     return NUM_EXAMPLES
 
 
+def warmup_of_ratio(ratio: float | None, num_rounds: int) -> int:
+    """Return T_warm; the default where there is no ratio."""
+    # here, so that a Flower project that only imports the strategies does not wait for pydantic
+    from fedfrozen_app.config import DEFAULT_WARMUP_RATIO, rounds_of_ratio
+
+    return rounds_of_ratio(DEFAULT_WARMUP_RATIO if ratio is None else ratio, num_rounds)
+
+
 def check_wrapped(strategy: Any) -> None:
-    """Raise ValueError for a rule that sends more or less than a model in a foreign wrapper."""
+    """Raise ValueError for a rule that sends more or less than a model in a foreign wrapper.
+
+    And for what is no strategy of Flower's message API.
+    """
+    if strategy is not None and not isinstance(strategy, Strategy):
+        kind = strategy if isinstance(strategy, type) else type(strategy)
+        raise ValueError(
+            f"FedFrozen wraps a strategy of flwr.serverapp.strategy, got {kind.__module__}."
+            f"{kind.__qualname__}; Flower's legacy strategies, and with them its secure "
+            "aggregation, speak another protocol"
+        )
     while (inner := getattr(strategy, "strategy", None)) is not None:
         if isinstance(inner, Scaffold):
             raise ValueError(
@@ -171,10 +189,9 @@ class FedFrozen(Strategy):
         self.state = FreezeState()
         self._frozen_spec = frozen
         self._schedule, self._warmup_ratio = schedule, warmup_ratio
+        self._by_ratio = warmup_rounds is None and schedule is None
         if warmup_rounds is not None:
             self._schedule = FreezeSchedule.warmup(warmup_rounds, frozen)
-        elif schedule is None and warmup_ratio is None:
-            self._warmup_ratio = DEFAULT_WARMUP_RATIO
         self._selection: Selection | None = None  # None: everything is trained
         self._selected = ""  # spec of _selection
         self._sent: list[Message] = []
@@ -227,8 +244,8 @@ class FedFrozen(Strategy):
                 "a restored run cannot go on with start(), which begins at round 1 and would thaw "
                 "the model; call configure_train and aggregate_train for the rounds that are left"
             )
-        if self._warmup_ratio is not None:
-            warmup = rounds_of_ratio(self._warmup_ratio, num_rounds)
+        if self._by_ratio:
+            warmup = warmup_of_ratio(self._warmup_ratio, num_rounds)
             self._schedule = FreezeSchedule.warmup(warmup, self._frozen_spec)
         self.check(initial_arrays)
         if not self.is_frozen(num_rounds):
@@ -344,7 +361,8 @@ class FedFrozen(Strategy):
                 message.content = RecordDict({**message.content, name: active})
         if self.state.block is not None:
             value_l2 = self.value_l2 if self.state.spec != self.schedule.always else 0.0
-            self.state.block.dress(self._sent, self.state.spec, value_l2)
+            order = () if self._selection is None else order_of(self._selection)
+            self.state.block.dress(self._sent, self.state.spec, value_l2, order)
         return list(self._sent)
 
     # --- up ---------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from logging import WARNING
 
 import torch
 from flwr.app import Message, MetricRecord, RecordDict
+from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 from flwr.supercore import log
 
@@ -23,6 +24,15 @@ from fedfrozen_app.transport.payload import (
 )
 
 NON_FINITE = "non-finite values"
+SECURE_AGGREGATION = (
+    "secure aggregation cannot be used here: Flower drives its mods (secagg_mod, secaggplus_mod) "
+    "from its legacy workflow alone, which sends and sums one flat vector, and no strategy of "
+    "flwr.serverapp has that protocol; take them out of ClientApp(mods=[...])"
+)
+MODS_OUTSIDE = (
+    "; mods that look at arrays come after active_entries: "
+    "ClientApp(mods=[active_entries(), fixedclipping_mod])"
+)
 MAX_COUNT = 10**7  # of what a client says it counted
 ANSI_STYLE = re.compile(r"\x1b\[[0-9;]*m")
 Decode = Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
@@ -37,6 +47,7 @@ class RoundReport:
     metrics: list[MetricRecord] = field(default_factory=list)
     weights: list[float] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
+    unfit: list[str] = field(default_factory=list)  # why clients can never take part
 
     @property
     def dropped(self) -> int:
@@ -72,6 +83,10 @@ def _number(key: str) -> Callable[[MetricRecord], float]:
 
 class QuorumError(RuntimeError):
     """Too few usable replies to go on with."""
+
+
+class UnfitClientsError(ValueError):
+    """No client can ever answer: its mods and the strategy do not go together."""
 
 
 def any_float(layout: Layout) -> Layout:
@@ -119,6 +134,18 @@ def refusal(
         if reason := _number_refusal(metrics, key) or _count_refusal(metrics, key):
             return reason
     return _array_refusal(content, expected)
+
+
+def unfitness(reply: Message) -> str | None:
+    """Return why a client's mods can never answer such a message, None if nothing says so."""
+    if not reply.has_error():
+        return None
+    reason = reply.error.reason or ""
+    if "secaggplus" in reason:
+        return SECURE_AGGREGATION
+    if reply.error.code != ErrorCode.MOD_FAILED_PRECONDITION:
+        return None
+    return reason + (MODS_OUTSIDE if "exactly one ArrayRecord" in reason else "")
 
 
 def _number_refusal(metrics: MetricRecord, key: str) -> str | None:
@@ -224,6 +251,7 @@ def accepted(
             reason = reason or _decode(reply, decode)
         if reason:
             report.refused.append(f"client {client(reply)}: {reason}")
+            report.unfit += [unfit] if (unfit := unfitness(reply)) else []
             log(WARNING, "round %d: reply of %s dropped", server_round, report.refused[-1])
             continue
         metrics = next(iter(reply.content.metric_records.values()))
@@ -242,7 +270,15 @@ def check_share(min_replies: float) -> None:
 
 
 def check_quorum(report: RoundReport, min_replies: float, server_round: int) -> None:
-    """Raise QuorumError if a round has too few usable replies, naming the first reasons."""
+    """Raise QuorumError if a round has too few usable replies, naming the first reasons.
+
+    Raises
+    ------
+    UnfitClientsError
+        If there is none because of how the clients are set up.
+    """
+    if report.unfit and report.clients == 0:
+        raise UnfitClientsError(f"round {server_round}: {report.unfit[0]}")
     needed = math.ceil(min_replies * report.cohort - 1e-9)
     if report.clients >= needed:
         return

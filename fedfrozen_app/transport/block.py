@@ -6,7 +6,7 @@ own, which goes out whole. A client that has lost it answers *missing*, is sent 
 again in the same round, and the reply to that takes the place of the first.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from logging import INFO
 from typing import Any, Self
@@ -45,12 +45,21 @@ class FrozenBlock:
         """Make a block that no client holds yet."""
         return cls(tensors, digest(tensors))
 
-    def dress(self, messages: Iterable[Message], selection: str, value_l2: float) -> None:
-        """Name the selection and the block in a round's messages; add it for who lacks it."""
+    def dress(
+        self,
+        messages: Iterable[Message],
+        selection: str,
+        value_l2: float,
+        order: Sequence[int] = (),
+    ) -> None:
+        """Name the selection and the block in a round's messages; add it for who lacks it.
+
+        ``order`` is that of the whole model (:mod:`.order`), none where weights do not travel.
+        """
         block = to_record(self.tensors)
         self._sent = {}
         for message in messages:
-            mark(message, selection, self.digest, value_l2)
+            mark(message, selection, self.digest, value_l2, order)
             client = client_of(message, message.metadata.dst_node_id)
             self._sent[client] = message
             if client not in self.holders:

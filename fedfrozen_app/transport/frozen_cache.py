@@ -25,6 +25,15 @@ DEFAULT_CAPACITY_BYTES = 8 * 2**30
 STALE_SECONDS = 24 * 3600.0
 
 
+def user_cache() -> Path:
+    """Return the absolute folder of all caches in the user's cache folder."""
+    # The XDG specification says that a relative value is to be ignored.
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if not base.is_absolute():
+        base = Path.home() / ".cache"
+    return base / "fedfrozen"
+
+
 def digest(tensors: Mapping[str, torch.Tensor]) -> str:
     """Return the SHA-256 (hex) over names, dtypes, shapes and values, in name order."""
     sha = hashlib.sha256()

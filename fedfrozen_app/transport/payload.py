@@ -16,7 +16,7 @@ Flower allows one array record in a reply, so what travels beside the model has 
 own in it: ``control/NAME`` next to ``NAME``.
 """
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -31,6 +31,7 @@ SERVER_ROUND, PARTITION_ID = "server-round", "partition-id"
 VALUE_L2 = "ff.value-l2"
 FREEZE = "ff.freeze"  # the frozen block's SHA-256 [32 bytes], then the name of the selection
 DIGEST_BYTES = 32
+ORDER = "ff.order"  # of the whole model, see transport.order
 # key of the reply record of a client that lacks the frozen block
 MISSING = "ff.missing"
 # the one flat array of a latent, and what fixes its map
@@ -45,7 +46,8 @@ NAMESPACES = (CONTROL,)
 # the selections since that
 RUN, VERSION, ACCEPTED, PATH = "ff.run", "ff.version", "ff.accepted", "ff.path"
 
-Instructions = dict[str, str | bytes | int | float | list[str]]  # of a server to one client
+# of a server to one client
+Instructions = dict[str, str | bytes | int | float | list[str] | list[int]]
 
 
 class MissingFrozenBlock(LookupError):
@@ -117,10 +119,16 @@ def from_namespaces(
     return own, extra
 
 
-def mark(message: Message, selection: str, key: str, value_l2: float = 0.0) -> None:
+def mark(
+    message: Message, selection: str, key: str, value_l2: float = 0.0, order: Sequence[int] = ()
+) -> None:
     """Write the selection and the digest of the frozen block, in hex, into a message's config."""
     said: Instructions = {FREEZE: bytes.fromhex(key) + selection.encode()}
-    instruct(message, {**said, VALUE_L2: value_l2} if value_l2 > 0 else said)
+    if value_l2 > 0:
+        said[VALUE_L2] = value_l2
+    if order:
+        said[ORDER] = list(order)
+    instruct(message, said)
 
 
 def freeze_of(config: ConfigRecord) -> tuple[str, str]:

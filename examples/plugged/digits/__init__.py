@@ -1,0 +1,1 @@
+"""A small Transformer on handwritten digits, federated with Flower."""

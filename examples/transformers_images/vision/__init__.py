@@ -1,0 +1,1 @@
+"""A Hugging Face ViT on handwritten digits, frozen by fedfrozen."""

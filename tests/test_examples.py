@@ -3,13 +3,19 @@
 import difflib
 import json
 import os
+import re
+import shutil
+import socket
 import subprocess
 import sys
+import sysconfig
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from fedfrozen_app.engine.processes import end_processes
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 Lines = list[dict[str, Any]]
@@ -115,3 +121,39 @@ def test_a_wrong_key_of_an_example_is_named(tmp_path: Path) -> None:
     command = [sys.executable, str(EXAMPLES / "run.py"), str(EXAMPLES / "stock"), "rounds=3"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode != 0 and "'rounds' is no key of stock" in done.stderr
+
+
+def free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+@pytest.mark.slow
+def test_the_plugged_example_runs_by_flwr_run_as_it_is(tmp_path: Path) -> None:
+    project = shutil.copytree(EXAMPLES / "plugged", tmp_path / "plugged")
+    environment = {
+        **{key: value for key, value in os.environ.items() if not key.startswith("FLWR_")},
+        "PATH": os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]]),
+        "PYTHONPATH": str(EXAMPLES.parent),
+        "HOME": str(tmp_path),
+        "XDG_CACHE_HOME": str(tmp_path / "cache"),
+        "FLWR_HOME": str(tmp_path / "flwr"),
+        "FLWR_LOCAL_SUPERLINK_HTTP_API_PORT": free_port(),
+        "FLWR_LOCAL_CONTROL_API_PORT": free_port(),
+        "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
+    }
+    command = ["flwr", "run", ".", "--stream", "--run-config", "num-server-rounds=4"]
+    try:
+        done = subprocess.run(
+            command, cwd=project, env=environment, capture_output=True, text=True, timeout=500
+        )
+    finally:
+        end_processes(f"FLWR_HOME={environment['FLWR_HOME']}")
+    said = re.search(
+        r"accuracy by round: .*4: \{'eval_loss': [\d.]+, 'eval_acc': ([\d.]+)", done.stdout
+    )
+    assert said, (done.stdout + done.stderr)[-3000:]
+    assert float(said[1]) > 0.5
+    (block,) = (tmp_path / "cache" / "fedfrozen" / "frozen").iterdir()
+    assert block.stat().st_size > 4 * 2 * 2 * (32 * 32 + 32)

@@ -45,7 +45,7 @@ class Codec(ABC):
     Attributes
     ----------
     untrained : frozenset of str
-        Names of further entries that travel as they are; see :mod:`...strategies.buffers`.
+        Names of further entries that travel as they are; see :mod:`..strategies.buffers`.
     of_update : bool
         Whether it is made for updates y - x, with error feedback
         (:func:`~fedfrozen_app.transport.compression.with_feedback`), or for weights y.

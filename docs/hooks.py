@@ -11,6 +11,7 @@ from typing import Any, get_args
 import typer.main
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import PluginError
+from mkdocs.plugins import get_plugin_logger
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 from pydantic.fields import FieldInfo
@@ -20,7 +21,9 @@ from typer.cli import get_docs_for_click
 from fedfrozen_app.cli import app
 from fedfrozen_app.config import RunConfig
 
+logger = get_plugin_logger("fedfrozen")
 BOUNDS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
+MEMBERS = re.compile(r"(?m)^::: (\S+)\n(?:    .*\n)*?    +members: \[([^]]*)\]")
 COLUMNS = ("key", "type", "default", "meaning")
 
 
@@ -84,7 +87,22 @@ MADE: dict[str, Callable[[], str]] = {"config keys": config_keys, "command line"
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Put what is made in its places."""
-    return re.sub(r"<!-- made: (.+?) -->", lambda marker: MADE[marker[1]](), markdown)
+
+    def made(marker: re.Match[str]) -> str:
+        if marker[1] not in MADE:
+            raise PluginError(f"{page.file.src_uri}: nothing makes {marker[1]!r}, only {[*MADE]}")
+        return MADE[marker[1]]()
+
+    return re.sub(r"<!-- made: (.+?) -->", made, markdown)
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> None:
+    """Warn of members that a page asks for and does not have, which mkdocstrings passes over."""
+    for path, members in MEMBERS.findall(page.markdown or ""):
+        for name in re.findall(r"\w+", members):
+            if f'id="{path}.{name}"' not in html:
+                where = f"{page.file.src_uri}: {path}"
+                logger.warning(f"{where} has no member {name!r}, or one without a docstring")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:

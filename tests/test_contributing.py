@@ -27,18 +27,27 @@ def module(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return built
 
 
+def checked(tmp_path: Path, *words: str) -> None:
+    (tmp_path / "fedamsgrad.py").write_text(CODE)
+    done = subprocess.run(
+        [sys.executable, "-m", *words, "pyproject.toml", str(tmp_path / "fedamsgrad.py")],
+        cwd=Path(__file__).parents[1],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_the_example_is_about_sixty_lines_of_the_house_style(tmp_path: Path) -> None:
     assert len(CODE.strip().splitlines()) <= 72
     assert ast.get_docstring(ast.parse(CODE)) is not None
-    (tmp_path / "fedamsgrad.py").write_text(CODE)
-    root = Path(__file__).parents[1]
-    for words in (["ruff", "check"], ["ruff", "format", "--check"], ["mypy"]):
-        command = [sys.executable, "-m", *words]
-        command += ["--config-file" if words == ["mypy"] else "--config", "pyproject.toml"]
-        done = subprocess.run(
-            [*command, str(tmp_path / "fedamsgrad.py")], cwd=root, capture_output=True, text=True
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
+    checked(tmp_path, "ruff", "check", "--config")
+    checked(tmp_path, "ruff", "format", "--check", "--config")
+
+
+@pytest.mark.slow
+def test_the_example_is_typed(tmp_path: Path) -> None:
+    checked(tmp_path, "mypy", "--config-file")
 
 
 def test_the_example_does_what_its_equations_say(module: ModuleType) -> None:

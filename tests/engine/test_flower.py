@@ -168,6 +168,7 @@ def test_a_completed_run_returns_0_and_leaves_nothing(tmp_path, monkeypatch, for
     assert foreign_superlink == []
 
 
+@pytest.mark.slow
 def test_a_server_app_that_raises_returns_1_and_leaves_nothing(tmp_path):
     lines: list[str] = []
 

@@ -120,7 +120,15 @@ def test_large_states_of_clients_come_back_from_the_checkpoint(
     assert comparable(folder) == whole.comparable() and model_of(folder) == model_of(whole.folder)
 
 
-@pytest.mark.parametrize("harm", ["flip", "cut", "no manifest", "empty manifest"])
+@pytest.mark.parametrize(
+    "harm",
+    [
+        "flip",
+        pytest.param("cut", marks=pytest.mark.slow),
+        "no manifest",
+        pytest.param("empty manifest", marks=pytest.mark.slow),
+    ],
+)
 def test_a_damaged_checkpoint_is_left_for_the_one_before(
     tmp_path: Path, cache: str, monkeypatch: pytest.MonkeyPatch, harm: str
 ) -> None:

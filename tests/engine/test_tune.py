@@ -35,7 +35,13 @@ def tune(root: Path, cache: str, ratios: tuple[float, ...], **keys: Any) -> Tuni
         return tune_warmup(config, grid, ratios)
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in ("fedavg", "scaffold") else pytest.param(name, marks=pytest.mark.slow)
+        for name in VARIANTS
+    ],
+)
 def test_every_branch_is_the_run_of_its_own_bit_for_bit(
     tmp_path: Path, cache: str, name: str
 ) -> None:

@@ -56,6 +56,7 @@ MODS: dict[str, list[Mod]] = {
     "ClientSideFixedClipping": [fixedclipping_mod],
     "ClientSideAdaptiveClipping": [adaptiveclipping_mod],
 }
+SLOW = ("Bulyan", "QFedAvg", "MultiKrum", "FedTrimmedAvg")  # each like another one
 CLIENTS = {"Krum": 5, "MultiKrum": 5, "Bulyan": 7}  # what they need for one malicious node
 SAME_AS_FEDAVG = {"FedProx"}  # on the server; mu is for the handler
 
@@ -67,7 +68,10 @@ def fedavg(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
     return project.models[-1]
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in STRATEGIES],
+)
 def test_three_rounds_around_a_strategy_of_flower(
     name: str, tmp_path: Path, fedavg: dict[str, torch.Tensor]
 ) -> None:

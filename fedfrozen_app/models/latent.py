@@ -120,11 +120,11 @@ class LatentMapping:
         d, latents per mapped tensor.
     rank : int
         r, columns of the factors.
-    generator : "gaussian-qr" or "sketch"
+    generator : {"gaussian-qr", "sketch"}
         How U is made.
     seed : int
         Any integer, usually of 64 bits; with the same one the factors have the same bits.
-    memory : "stored" or "regenerated"
+    memory : {"stored", "regenerated"}
         Whether gaussian-qr keeps its draws (2 P r bytes) or draws again in every pass. The
         sketch keeps nothing to speak of either way.
     head : str

@@ -15,7 +15,7 @@ from mkdocstrings import get_logger
 ROLE = re.compile(r":(?:class|data|func|meth|mod):`(~?)([\w.]+)`")
 EXAMPLE = re.compile(r"(?m)^>>> .*(?:\n(?:>>> |\.\.\. ).*)*")
 LITERAL_BLOCK = re.compile(r"(?m)::$")
-CHOICES = re.compile(r"(?m)^(\w+ : )\{(.+?)\}(?=$|, optional$)")  # numpydoc's set of values
+CHOICES = re.compile(r"(?m)^(\w+ : )\{(.+?)\}(?=$|, optional$)")  # numpydoc's set of values, for griffe
 
 logger = get_logger("fedfrozen")
 
@@ -51,7 +51,7 @@ class Docstrings(Extension):
             if obj.docstring is not None:
                 text = ROLE.sub(lambda role, obj=obj: link(obj, role), obj.docstring.value)
                 text = EXAMPLE.sub(r"```pycon\n\g<0>\n```", text)
-                text = CHOICES.sub(r"\1Literal[\2]", text)
+                text = CHOICES.sub(r"\1typing.Literal[\2]", text)
                 obj.docstring.value = LITERAL_BLOCK.sub(":", text)
 
 

@@ -15,7 +15,7 @@ from mkdocstrings import get_logger
 ROLE = re.compile(r":(?:class|data|func|meth|mod):`(~?)([\w.]+)`")
 EXAMPLE = re.compile(r"(?m)^>>> .*(?:\n(?:>>> |\.\.\. ).*)*")
 LITERAL_BLOCK = re.compile(r"(?m)::$")
-CHOICES = re.compile(r"(?m)^(\w+ : )\{(.+?)\}(?=$|, optional$)")  # numpydoc's set of values, for griffe
+CHOICES = re.compile(r"(?m)^(\w+ : )\{(.+?)\}(?=$|, optional$)")  # numpydoc's set of values
 
 logger = get_logger("fedfrozen")
 

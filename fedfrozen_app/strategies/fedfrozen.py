@@ -54,8 +54,9 @@ from fedfrozen_app.transport.payload import (
 )
 
 NOBODY = (
-    "no reply could be used, so the model stays; once something is frozen, clients read messages "
-    "with open_payload and reply with the active entries"
+    "no reply could be used, so the model stays; once something is frozen, clients need "
+    "ClientApp(mods=[active_entries()]) of fedfrozen_app.mods, or read messages with open_payload "
+    "and reply with the active entries"
 )
 
 

@@ -31,6 +31,7 @@ from fedfrozen_app.strategies.fedavg import FedAvg
 from fedfrozen_app.strategies.mean import Tensors
 from fedfrozen_app.strategies.replies import (
     RoundReport,
+    UnfitClientsError,
     accepted,
     any_float,
     check_quorum,
@@ -195,6 +196,8 @@ class FedFrozen(Strategy):
             self._schedule = FreezeSchedule.warmup(warmup_rounds, frozen)
         self._selection: Selection | None = None  # None: everything is trained
         self._selected = ""  # spec of _selection
+        self._heard = False  # whether a reply was used since the selection came into force
+        self._heard_before = False  # whether one was used in an earlier stage
         self._sent: list[Message] = []
         self._report = RoundReport()
         self._grid: Grid | None = None
@@ -289,6 +292,7 @@ class FedFrozen(Strategy):
         if spec != self.state.spec:  # else the state was restored
             _, frozen = selection.split(tensors)
             self.state = FreezeState(spec, FrozenBlock.of(frozen) if frozen else None)
+            self._heard_before, self._heard = self._heard_before or self._heard, False
             if isinstance(self.strategy, ServerRule):
                 self.strategy.select(selection)
             else:
@@ -377,14 +381,24 @@ class FedFrozen(Strategy):
         else:
             arrays, metrics = self._aggregate_stock(server_round, stream)
         self._sent = []  # they hold the old model in memory
-        if self.report.clients == 0 and self.state.block is not None:
-            log(ERROR, "round %d: %s", server_round, NOBODY)
+        self._check_heard(server_round)
         if arrays is None or self._selection is None or self.state.block is None:
             return arrays, metrics
         active = to_tensors(arrays)
         if not isinstance(self.strategy, ServerRule):
             active, _ = self._selection.split(self._tensors(arrays))
         return to_record(self._selection.merge(active, self.state.block.tensors)), metrics
+
+    def _check_heard(self, server_round: int) -> None:
+        """Raise UnfitClientsError if a freeze leaves nobody, of clients who could answer before."""
+        report = self.report
+        self._heard = self._heard or report.clients > 0
+        if report.clients > 0 or self.state.block is None:
+            return
+        log(ERROR, "round %d: %s", server_round, NOBODY)
+        freezes_first = self._heard_before and not self._heard
+        if freezes_first and 0 < report.cohort == len(report.refused):
+            raise UnfitClientsError(f"round {server_round}: {NOBODY}; {report.refused[0]}")
 
     def aggregate_evaluate(
         self, server_round: int, replies: Iterable[Message]
@@ -448,7 +462,7 @@ class FedFrozen(Strategy):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over a state returned by :meth:`state_dict`."""
-        self._restored = True
+        self._restored = self._heard = True
         block = FrozenBlock.from_state_dict(state["block"]) if state["block"] else None
         self.state = FreezeState(state["spec"], block)
         self._dtypes = {name: getattr(torch, dtype) for name, dtype in state["dtypes"].items()}

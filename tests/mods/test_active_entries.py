@@ -1,6 +1,7 @@
 """The mod itself: the handler sees whole models, the network active entries only."""
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.client.mod import secagg_mod, secaggplus_mod
+from flwr.clientapp import ClientApp
 from flwr.clientapp.mod import LocalDpMod, arrays_size_mod, fixedclipping_mod, message_size_mod
 from flwr.clientapp.typing import Mod
 from flwr.serverapp import strategy as flower
@@ -15,6 +17,7 @@ from torch import nn
 
 import fedfrozen_app.mods.active as active
 from fedfrozen_app import strategies as ours
+from fedfrozen_app.engine.local_grid import LocalGrid
 from fedfrozen_app.models.selection import Selection
 from fedfrozen_app.mods import active_entries, freeze_, selection_of
 from fedfrozen_app.strategies import FedFrozen, FedFrozenLatent, FreezeSchedule, UnfitClientsError
@@ -23,6 +26,7 @@ from fedfrozen_app.transport.arrays import to_record
 from fedfrozen_app.transport.codec import layout_of_tensors
 from fedfrozen_app.transport.compression import parse_codec, payload_bytes
 from fedfrozen_app.transport.frozen_cache import FrozenCache
+from fedfrozen_app.transport.ledger import LedgerGrid
 from fedfrozen_app.transport.order import order_of, whole_shapes
 from fedfrozen_app.transport.payload import (
     ORDER,
@@ -315,6 +319,40 @@ def test_scaffold_ends_in_the_first_round_and_says_what_to_write(tmp_path: Path)
 def test_latents_end_in_their_first_round_and_say_what_to_write(tmp_path: Path) -> None:
     with pytest.raises(UnfitClientsError, match=r"round 1: FedFrozenLatent .*LatentTraining"):
         Project(tmp_path).run(FedFrozenLatent(ours.FedAvg(fraction_evaluate=0.0)))
+
+
+@pytest.mark.parametrize("rule", [flower.FedAvg, ours.FedAvg])
+def test_clients_without_the_mod_end_the_first_frozen_round(
+    tmp_path: Path, rule: Callable[..., Any]
+) -> None:
+    project = Project(tmp_path)
+    project.app = ClientApp()
+    project.app.train()(project.train)
+    project.grid = LedgerGrid(LocalGrid(project.app, 3))
+    strategy = FedFrozen(strategy=rule(fraction_evaluate=0.0), warmup_rounds=2)
+    expected = r"round 3: no reply could be used.*clients need ClientApp\(mods=\[active_entries"
+    with pytest.raises(UnfitClientsError, match=expected):
+        project.run(strategy, 5)
+    assert len(project.models) == 3  # the start and both rounds of the warm-up were handed over
+
+
+def test_a_round_without_replies_later_on_ends_nothing(tmp_path: Path) -> None:
+    project, fails = Project(tmp_path), {3}
+    rounds = iter(sorted([1, 2, 3, 4] * 3))
+    trains = project.train
+
+    def train(message: Message, context: Context) -> Message:
+        if next(rounds) in fails:
+            raise RuntimeError("no power")
+        return trains(message, context)
+
+    project.app = ClientApp(mods=[project.active])
+    project.app.train()(train)
+    project.grid = LedgerGrid(LocalGrid(project.app, 3))
+    strategy = FedFrozen(strategy=ours.FedAvg(fraction_evaluate=0.0), warmup_rounds=1)
+    project.run(strategy, 4)
+    assert len(project.models) == 5 and strategy.report.clients == 3
+    assert all(torch.equal(t, project.models[3][name]) for name, t in project.models[2].items())
 
 
 def test_a_value_l2_that_nobody_adds_is_warned_of(

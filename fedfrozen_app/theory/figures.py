@@ -1,0 +1,226 @@
+"""The four figures of arXiv:2605.06446's simulation, as numbers and as pictures.
+
+Each takes a base setting and returns a :class:`Figure`: a mean and a spread over seeds for every
+series. Inside a figure every method takes the same step.
+"""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedfrozen_app.theory.algorithms import Federation, freeze_losses, simulate
+from fedfrozen_app.theory.analysis import oracle_warmup
+from fedfrozen_app.theory.methods import MUS, RATIOS, RULES, STEPS, outcomes, spread, with_steps
+from fedfrozen_app.theory.problem import Setting
+
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A figure's numbers.
+
+    Attributes
+    ----------
+    name, title, x_label, y_label : str
+        File name and what the axes show, with units.
+    x : list of float
+        The abscissa.
+    series : dict of str to Tensor
+        Values by series, [len(x), seeds].
+    settings : dict
+        Everything that decides the numbers, and what else was measured.
+    log_x : bool
+        Whether x is drawn logarithmically.
+    """
+
+    name: str
+    title: str
+    x: list[float]
+    x_label: str
+    y_label: str
+    series: dict[str, Tensor]
+    settings: dict[str, Any] = field(default_factory=dict)
+    log_x: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the JSON form: mean and standard deviation over seeds, null where one diverged."""
+        series = {}
+        for name, values in self.series.items():
+            std = values.std(dim=1) if values.shape[1] > 1 else torch.zeros(len(values))
+            series[name] = {"mean": _finite(values.mean(dim=1)), "std": _finite(std)}
+        return {
+            "x": self.x,
+            "x_label": self.x_label,
+            "y_label": self.y_label,
+            "series": series,
+            "settings": self.settings,
+        }
+
+    def write(self, folder: Path) -> None:
+        """Write NAME.json and NAME.png."""
+        folder.mkdir(parents=True, exist_ok=True)
+        numbers = self.to_json()
+        text = json.dumps(numbers, indent=1, allow_nan=False)
+        (folder / f"{self.name}.json").write_text(text + "\n")
+        draw(numbers, self.title, folder / f"{self.name}.png", log_x=self.log_x)
+
+
+def _finite(values: Tensor) -> list[float | None]:
+    return [float(f"{v:.8g}") if math.isfinite(v) else None for v in values.tolist()]
+
+
+def draw(numbers: Mapping[str, Any], title: str, path: Path, *, log_x: bool = False) -> None:
+    """Draw a figure's JSON: lines are means, bands one standard deviation over seeds."""
+    from matplotlib.figure import Figure as Canvas
+
+    canvas = Canvas(figsize=(6.4, 4.2), layout="constrained")
+    axes = canvas.subplots()
+    for index, (name, values) in enumerate(numbers["series"].items()):
+        mean, std = (
+            torch.tensor([math.nan if v is None else v for v in values[key]])
+            for key in ("mean", "std")
+        )
+        marks = {"marker": "o", "markersize": 4} if len(mean) < 15 else {}
+        style = "--" if name.endswith("tuned step") else "-"
+        colour = COLOURS[index % len(COLOURS)]
+        axes.plot(numbers["x"], mean.numpy(), style, color=colour, label=name, **marks)  # type: ignore[arg-type]
+        low, high = (mean - std).numpy(), (mean + std).numpy()
+        axes.fill_between(numbers["x"], low, high, color=colour, alpha=0.12, linewidth=0)
+    if log_x:
+        axes.set_xscale("log")
+        axes.set_xticks(numbers["x"], [f"{x:g}" for x in numbers["x"]])
+        axes.minorticks_off()
+    axes.set_xlabel(numbers["x_label"])
+    axes.set_ylabel(numbers["y_label"])
+    axes.set_title(title, fontsize="medium")
+    axes.grid(alpha=0.25)
+    axes.legend(fontsize="small")
+    canvas.savefig(path, dpi=120)
+
+
+def profile(
+    base: Setting, seeds: Sequence[int], rhos: Sequence[float], *, jobs: int = 1
+) -> Figure:
+    """h_lambda(Phi^t) during a warm-up that is never ended, for several rho."""
+    cells = [replace(base, rho=rho) for rho in rhos]
+    found = spread(partial(_profile, seeds=seeds), cells, jobs)
+    series = {f"rho={rho:g}": values for rho, values in zip(rhos, found, strict=True)}
+    return Figure(
+        "profile",
+        "Best loss that a kernel allows, during warm-up",
+        list(range(base.rounds + 1)),
+        "warm-up round t",
+        "profile objective h(Phi^t)",
+        series,
+        _settings(base, seeds, rho=list(rhos)),
+    )
+
+
+def _profile(cell: Setting, seeds: Sequence[int]) -> Tensor:
+    return simulate(Federation.build([cell], seeds)).profile
+
+
+def local_steps(
+    base: Setting, seeds: Sequence[int], rhos: Sequence[float], steps: Sequence[int], *, jobs: int
+) -> Figure:
+    """Final loss of FedFrozen over FedAvg's, against E, at T rounds; warm-up by held-out loss."""
+    many = sorted(steps, reverse=True)  # the longest first, so that processes end together
+    cells = [[replace(base, rho=rho, local_steps=e) for rho in rhos] for e in many]
+    found = dict(zip(many, spread(partial(_ratio, seeds=seeds), cells, jobs), strict=True))
+    series = {
+        f"rho={rho:g}": torch.stack([found[e][i] for e in steps]) for i, rho in enumerate(rhos)
+    }
+    return Figure(
+        "local-steps",
+        "FedFrozen against FedAvg (below 1: FedFrozen is better)",
+        [float(e) for e in steps],
+        "local steps E per round",
+        "final loss, FedFrozen / FedAvg",
+        series,
+        _settings(base, seeds, rho=list(rhos), local_steps=list(steps), ratios=list(RATIOS)),
+        log_x=True,
+    )
+
+
+def _ratio(cells: Sequence[Setting], seeds: Sequence[int]) -> Tensor:
+    """Return FedFrozen's final loss over FedAvg's, [cells, seeds]."""
+    found = outcomes("FedAvg", cells, seeds)
+    return found["FedFrozen"].chosen() / found["FedAvg"].chosen()
+
+
+def warmup(
+    base: Setting, seeds: Sequence[int], rhos: Sequence[float], ratios: Sequence[float], *, jobs: int
+) -> Figure:
+    """Final loss against T_warm / T; 1 is FedAvg."""
+    cells = [replace(base, rho=rho) for rho in rhos]
+    found = spread(partial(_all_warmups, seeds=seeds), cells, jobs)
+    at = [round(ratio * base.rounds) for ratio in ratios]
+    best = {
+        f"rho={rho:g}": float(oracle_warmup(losses.mean(1)[:, None])) / base.rounds
+        for rho, losses in zip(rhos, found, strict=True)
+    }
+    series = {f"rho={rho:g}": losses[at] for rho, losses in zip(rhos, found, strict=True)}
+    return Figure(
+        "warmup",
+        "When to freeze (1: never, which is FedAvg)",
+        list(ratios),
+        "warm-up share T_warm / T",
+        "final loss f",
+        series,
+        _settings(base, seeds, rho=list(rhos)) | {"best_ratio_of_the_mean": best},
+    )
+
+
+def _all_warmups(cell: Setting, seeds: Sequence[int]) -> Tensor:
+    fed = Federation.build([cell], seeds)
+    return freeze_losses(fed, simulate(fed))
+
+
+def heterogeneity(
+    base: Setting, seeds: Sequence[int], rhos: Sequence[float], *, jobs: int = 1
+) -> Figure:
+    """Final loss of every method against rho, with one step for all and with tuned steps."""
+    cells = with_steps([replace(base, rho=rho) for rho in rhos], STEPS)
+    items = [(method, cells) for method in ("FedProx", "SCAFFOLD", "FedAvg")]
+    fixed, tuned = {}, {}
+    for part in spread(partial(_method, seeds=seeds), items, jobs):
+        fixed |= {name: values[0] for name, values in part.items()}
+        tuned |= {f"{name}, tuned step": values[1] for name, values in part.items()}
+    order = [*RULES, "FedFrozen"]
+    series = {name: fixed[name] for name in order}
+    series |= {f"{name}, tuned step": tuned[f"{name}, tuned step"] for name in order}
+    return Figure(
+        "heterogeneity",
+        "Final loss against heterogeneity",
+        list(rhos),
+        "heterogeneity rho (std of client means)",
+        "final loss f",
+        series,
+        _settings(base, seeds, rho=list(rhos), ratios=list(RATIOS), mus=list(MUS))
+        | {"tuned_steps": [factor * base.lr for factor in STEPS]},
+    )
+
+
+def _method(
+    item: tuple[str, Sequence[Setting]], seeds: Sequence[int]
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return by method its final losses at the one step and at tuned steps, [rhos, seeds]."""
+    method, cells = item
+    one = STEPS.index(1.0)
+    result = {}
+    for name, outcome in outcomes(method, cells, seeds).items():
+        steps = len(STEPS)
+        result[name] = (outcome.at_step(one, steps).chosen(), outcome.joined(steps).chosen())
+    return result
+
+
+def _settings(base: Setting, seeds: Sequence[int], **swept: Any) -> dict[str, Any]:
+    return {**asdict(base), **swept, "seeds": list(seeds)}

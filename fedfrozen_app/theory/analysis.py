@@ -67,11 +67,13 @@ def contraction(quadratic: Quadratic, lr: Tensor, local_steps: int) -> Tensor:
     """
     eigenvalues = torch.linalg.eigvalsh(quadratic.curvature)
     steps = (1 - lr.squeeze(-1) * eigenvalues).abs().amax(-1)
-    return (steps**local_steps).mean(-1)
+    rates: Tensor = (steps**local_steps).mean(-1)
+    return rates
 
 
 def fixed_point(quadratic: Quadratic, lr: Tensor, local_steps: int) -> Tensor:
     """Return the theta that frozen rounds of FedAvg converge to, [..., 1, d, d]."""
     power, shift = quadratic.round_map(lr, local_steps)
     eye = torch.eye(power.shape[-1], dtype=power.dtype)
-    return torch.linalg.solve(eye - power, shift)
+    point: Tensor = torch.linalg.solve(eye - power, shift)
+    return point

@@ -127,7 +127,8 @@ class Quadratic:
     def minimizer(self) -> Tensor:
         """Return theta*(Phi), the ridge solution over all clients, [..., 1, d, d]."""
         mean = self.mean()
-        return torch.linalg.solve(mean.curvature, mean.linear)
+        solution: Tensor = torch.linalg.solve(mean.curvature, mean.linear)
+        return solution
 
     def profile(self) -> Tensor:
         """Return h_lambda(Phi), [...]."""

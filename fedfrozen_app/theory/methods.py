@@ -19,6 +19,7 @@ from fedfrozen_app.theory.algorithms import (
     SCAFFOLD,
     Federation,
     Rule,
+    Run,
     freeze_values,
     held_out_losses,
     simulate,
@@ -54,37 +55,47 @@ class Outcome:
 
     def at_step(self, index: int, factors: int) -> "Outcome":
         """Return the outcome at one of the steps: cells are [factors, rest]."""
-        parts = (part.unflatten(1, (factors, -1))[:, index] for part in (self.loss, self.held_out))
-        return Outcome(*parts)
+        return Outcome(*(part[:, index] for part in self._by_step(factors)))
 
     def joined(self, factors: int) -> "Outcome":
         """Return the outcome with the step among the choices: cells are [factors, rest]."""
-        parts = (
-            part.unflatten(1, (factors, -1)).flatten(0, 1) for part in (self.loss, self.held_out)
-        )
-        return Outcome(*parts)
+        return Outcome(*(part.flatten(0, 1) for part in self._by_step(factors)))
+
+    def _by_step(self, factors: int) -> list[Tensor]:
+        parts = (self.loss, self.held_out)
+        return [part.reshape(len(part), factors, -1, part.shape[-1]) for part in parts]
 
 
 def outcomes(
-    method: str, cells: Sequence[Setting], seeds: Sequence[int]
+    method: str,
+    cells: Sequence[Setting],
+    seeds: Sequence[int],
+    dtype: torch.dtype = torch.float64,
 ) -> dict[str, Outcome]:
     """Run a method in all cells; FedAvg's run also holds FedFrozen's."""
-    fed = Federation.build(cells, seeds)
-    found: dict[str, list[tuple[Tensor, Tensor]]] = {method: []}
+    fed = Federation.build(cells, seeds, dtype)
+    runs = [simulate(fed, rule) for rule in RULES[method]]
+    found = {method: _ends(fed, runs, len(cells))}
+    if method == "FedAvg":
+        found["FedFrozen"] = frozen_outcome(fed, runs[0], len(cells))
+    return found
+
+
+def _ends(fed: Federation, runs: Sequence[Run], cells: int) -> Outcome:
+    """Return how runs of one method end, one choice each."""
     last = [fed.rounds]
-    for rule in RULES[method]:
-        run = simulate(fed, rule)
-        found[method].append((run.loss[last], held_out_losses(fed, run, last, run.values)))
-        if method == "FedAvg":
-            freeze = [round(ratio * fed.rounds) for ratio in RATIOS]
-            values = freeze_values(fed, run)
-            loss = run.quadratic.loss(values)[freeze]
-            found["FedFrozen"] = [(loss, held_out_losses(fed, run, freeze, values))]
-    shape = (-1, len(cells), len(seeds))
-    return {
-        name: Outcome(*(torch.cat(part).view(shape) for part in zip(*pairs, strict=True)))
-        for name, pairs in found.items()
-    }
+    loss = torch.cat([run.loss[last] for run in runs])
+    held_out = torch.cat([held_out_losses(fed, run, last, run.values) for run in runs])
+    return Outcome(*(part.view(len(runs), cells, -1) for part in (loss, held_out)))
+
+
+def frozen_outcome(fed: Federation, run: Run, cells: int) -> Outcome:
+    """Return how FedFrozen ends for every candidate warm-up, from a run of FedAvg."""
+    freeze = [round(ratio * fed.rounds) for ratio in RATIOS]
+    values = freeze_values(fed, run)
+    loss = run.quadratic.loss(values)[freeze]
+    held_out = held_out_losses(fed, run, freeze, values)
+    return Outcome(*(part.view(len(freeze), cells, -1) for part in (loss, held_out)))
 
 
 def with_steps(cells: Sequence[Setting], factors: Sequence[float]) -> list[Setting]:

@@ -169,4 +169,6 @@ def initial_weights(
     d, dk = setting.dim, setting.key_dim
     kernel = torch.stack([_normal(s, "kernel", 1, d, 2 * dk, dtype=dtype) for s in seeds])
     value = torch.stack([_normal(s, "value", 1, d, d, dtype=dtype) for s in seeds])
-    return Weights(setting.init_scale * kernel / math.sqrt(d), setting.value_scale * value / math.sqrt(d))
+    return Weights(
+        setting.init_scale * kernel / math.sqrt(d), setting.value_scale * value / math.sqrt(d)
+    )

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 WINDOW = 3
+Reads = Literal["agreement", "movement", "nothing"]
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Signal:
         The longest warm-up, as a share of T.
     """
 
-    reads: Literal["agreement", "movement", "nothing"]
+    reads: Reads
     below: float = 0.0
     latest: float = 1.0
 

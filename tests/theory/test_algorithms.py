@@ -10,9 +10,8 @@ from fedfrozen_app.strategies.base import State, Update
 from fedfrozen_app.strategies.fedavg import FedAvgConfig
 from fedfrozen_app.strategies.fedavg import aggregate as fedavg
 from fedfrozen_app.strategies.fedprox import Proximal
-from fedfrozen_app.strategies.scaffold import ScaffoldConfig, ScaffoldState
+from fedfrozen_app.strategies.scaffold import ScaffoldConfig, ScaffoldState, next_control
 from fedfrozen_app.strategies.scaffold import aggregate as scaffold
-from fedfrozen_app.strategies.scaffold import next_control
 from fedfrozen_app.theory.algorithms import (
     SCAFFOLD,
     Federation,
@@ -47,7 +46,9 @@ def assert_same_run(one: Run, two: Run, atol: float = 1e-12) -> None:
 def test_fedavg_with_one_step_at_rho_0_is_centralised_gradient_descent() -> None:
     fed = built(rho=0.0, local_steps=1)
     s, k, m, n, d = fed.train.inputs.shape
-    pooled = Data(*(part.reshape(s, 1, k * m, n, d) for part in (fed.train.inputs, fed.train.targets)))
+    pooled = Data(
+        *(part.reshape(s, 1, k * m, n, d) for part in (fed.train.inputs, fed.train.targets))
+    )
     x = fed.start
     for _ in range(fed.rounds):
         gradient = fed.model.gradient(pooled, x)
@@ -72,7 +73,9 @@ def test_fedprox_with_mu_0_is_fedavg_and_with_more_moves_less() -> None:
     assert moved[0] < 0.9 * moved[1]
 
 
-@pytest.mark.parametrize("rule", [Rule(), Rule(0.3), SCAFFOLD], ids=["fedavg", "fedprox", "scaffold"])
+@pytest.mark.parametrize(
+    "rule", [Rule(), Rule(0.3), SCAFFOLD], ids=["fedavg", "fedprox", "scaffold"]
+)
 def test_seeds_and_settings_at_once_are_those_one_by_one(rule: Rule) -> None:
     cells = [replace(SMALL, rho=0.5, lr=0.01), replace(SMALL, rho=2.0, teacher="softmax")]
     together = simulate(Federation.build(cells, SEEDS), rule)
@@ -81,7 +84,9 @@ def test_seeds_and_settings_at_once_are_those_one_by_one(rule: Rule) -> None:
         torch.testing.assert_close(
             together.kernels[:, row], alone.kernels[:, 0], rtol=0, atol=1e-12
         )
-        torch.testing.assert_close(together.profile[:, row], alone.profile[:, 0], rtol=0, atol=1e-12)
+        torch.testing.assert_close(
+            together.profile[:, row], alone.profile[:, 0], rtol=0, atol=1e-12
+        )
 
 
 def test_settings_of_unlike_shapes_do_not_run_together() -> None:
@@ -151,7 +156,10 @@ def test_the_local_steps_agree_with_the_packages_proximal_hook() -> None:
 def test_scaffold_agrees_with_the_packages_over_rounds() -> None:
     """Controls and model of three rounds, with the server's c kept by the package's rule."""
     fed = built()
-    x, c_k = fed.start, Weights(*(torch.zeros(2, 3, *p.shape[2:]).double() for p in fed.start.each()))
+    x, c_k = (
+        fed.start,
+        Weights(*(torch.zeros(2, 3, *p.shape[2:]).double() for p in fed.start.each())),
+    )
     state = ScaffoldState(
         x={name: getattr(x, name)[0, 0] for name in NAMES},
         c={name: torch.zeros_like(getattr(x, name)[0, 0]) for name in NAMES},

@@ -1,0 +1,165 @@
+"""The map: which of the four claims show in which settings, and how freeze signals do there."""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedfrozen_app.theory.algorithms import Federation, freeze_losses, simulate
+from fedfrozen_app.theory.analysis import oracle_warmup
+from fedfrozen_app.theory.claims import Claims, judge, table
+from fedfrozen_app.theory.methods import frozen_outcome, outcomes, spread
+from fedfrozen_app.theory.problem import Setting
+from fedfrozen_app.theory.signals import Reads, Signal, losses_at
+
+SHARES_OF_E = (10, 3, 1)  # E of the setting divided by these
+LATEST = (0.8, 0.9)
+READINGS: dict[Reads, tuple[float, ...]] = {
+    "agreement": (0.5, 1.0, 1.5, 2.0, 3.0),
+    "movement": (0.1, 0.2, 0.3, 0.5),
+}
+SIGNALS = tuple(
+    Signal(reads, below, latest)
+    for reads, thresholds in READINGS.items()
+    for below in thresholds
+    for latest in LATEST
+)
+FIXED = tuple(Signal("nothing", latest=share) for share in (0.2, 0.4, 0.6, 0.8, 0.9, 1.0))
+
+
+@dataclass(frozen=True)
+class Region:
+    """What the runs of one setting give.
+
+    Attributes
+    ----------
+    claims : Claims
+        Measured and judged.
+    signals : dict of str to Tensor
+        Final loss over the oracle's by signal, of every run: E x rho x seed, [runs].
+    groups : list of str
+        What E and rho each run has.
+    """
+
+    claims: Claims
+    signals: dict[str, Tensor]
+    groups: list[str]
+
+
+def explore(base: Setting, seeds: Sequence[int], rhos: Sequence[float]) -> Region:
+    """Measure a setting at every rho; (b) and the signals also at smaller E."""
+    ratios, parts, groups = [], [], []
+    for share in SHARES_OF_E:
+        steps = max(1, base.local_steps // share)
+        cells = [replace(base, rho=rho, local_steps=steps) for rho in rhos]
+        fed = Federation.build(cells, seeds, torch.float32)
+        run = simulate(fed)
+        losses, cut = freeze_losses(fed, run), (-1, len(cells), len(seeds))
+        frozen = frozen_outcome(fed, run, len(cells)).chosen().mean(1)
+        plain = losses[-1].view(cut).mean(2)[0]
+        ratios.append(float(frozen[-1] / plain[-1]))
+        parts.append(_over_oracle(losses, base.clients * run.agreement, run.movement))
+        groups += [f"E={steps} rho={rho:g}" for rho in rhos for _ in seeds]
+    final = {"FedAvg": plain, "FedFrozen": frozen}
+    for method in ("FedProx", "SCAFFOLD"):
+        found = outcomes(method, cells, seeds, torch.float32)
+        final[method] = found[method].chosen().mean(1)
+    profile = run.profile.view(cut).mean(2)
+    claims = judge(profile, losses.view(cut).mean(2), ratios, final)
+    signals = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    return Region(claims, signals, groups)
+
+
+def _over_oracle(losses: Tensor, agreement: Tensor, movement: Tensor) -> dict[str, Tensor]:
+    """Return by signal the final loss over that of the run's best warm-up, [runs]."""
+    best = losses_at(losses, oracle_warmup(losses))
+    return {
+        signal.name: losses_at(losses, signal.warmup(agreement, movement)) / best
+        for signal in (*SIGNALS, *FIXED)
+    }
+
+
+def signal_table(regions: Mapping[str, Region]) -> tuple[str, dict[str, Any]]:
+    """Return how signals do over all runs, as Markdown and as numbers.
+
+    The best signal is picked on every other setting and reported on the rest, so that a
+    threshold is not judged where it was chosen.
+    """
+    halves = [list(regions.values())[i::2] for i in (0, 1)]
+    picking, judging = (_joined(half) for half in halves)
+    names = [signal.name for signal in SIGNALS]
+    picked = min(names, key=lambda name: _mean(picking[name]))
+    fixed = [signal.name for signal in FIXED]
+    picked_fixed = min(fixed, key=lambda name: _mean(picking[name]))
+    everything = _joined(list(regions.values()))
+    lines = ["| freeze | mean | worst tenth | worst | chosen on one half, on the other |"]
+    lines.append("|---|---:|---:|---:|---:|")
+    numbers: dict[str, Any] = {"picked": picked, "picked_fixed": picked_fixed}
+    best = sorted(names, key=lambda name: _mean(everything[name]))[:6]
+    for name in [*fixed, *dict.fromkeys([picked, *best])]:
+        values = everything[name]
+        row = [_mean(values), _quantile(values, 0.9), _quantile(values, 1.0)]
+        other = _mean(judging[name]) if name in (picked, picked_fixed) else math.nan
+        numbers[name] = {"mean": row[0], "tenth": row[1], "worst": row[2]}
+        shown = [f"{value:.3f}" if math.isfinite(value) else "diverges" for value in row]
+        shown.append(f"{other:.3f}" if math.isfinite(other) else "")
+        lines.append("| " + " | ".join([name, *shown]) + " |")
+    lines += ["", f"{len(everything['never'])} runs; final loss over that of the run's own best."]
+    return "\n".join(lines), numbers
+
+
+def _joined(regions: Sequence[Region]) -> dict[str, Tensor]:
+    return {
+        name: torch.cat([region.signals[name] for region in regions]) for name in regions[0].signals
+    }
+
+
+def _mean(values: Tensor) -> float:
+    return float(torch.where(values.isfinite(), values, torch.inf).mean())
+
+
+def _quantile(values: Tensor, share: float) -> float:
+    finite = torch.where(values.isfinite(), values, torch.inf).sort().values
+    return float(finite[min(len(finite) - 1, int(share * len(finite)))])
+
+
+def make_map(
+    settings: Mapping[str, Setting],
+    seeds: Sequence[int],
+    rhos: Sequence[float],
+    folder: Path,
+    *,
+    jobs: int = 1,
+) -> str:
+    """Measure all settings, write map.md and map.json, and return the Markdown."""
+    found = spread(partial(explore, seeds=seeds, rhos=rhos), list(settings.values()), jobs)
+    regions = dict(zip(settings, found, strict=True))
+    claims = {name: region.claims for name, region in regions.items()}
+    signals, numbers = signal_table(regions)
+    text = table(claims) + "\n\n" + signals + "\n"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "map.md").write_text(text)
+    written = {
+        "settings": {name: asdict(setting) for name, setting in settings.items()},
+        "seeds": list(seeds),
+        "rhos": list(rhos),
+        "claims": {name: asdict(claim) for name, claim in claims.items()},
+        "signals": numbers,
+    }
+    (folder / "map.json").write_text(json.dumps(_plain(written), indent=1, allow_nan=False) + "\n")
+    return text
+
+
+def _plain(value: Any) -> Any:
+    """Return the value with null for numbers that JSON lacks."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value if not isinstance(value, float) or math.isfinite(value) else None

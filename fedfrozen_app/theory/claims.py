@@ -9,7 +9,7 @@
 (d) From rho = 0 to the largest, FedFrozen's final loss grows least (or falls most) of all, and
     at the largest rho it is the least by 1 %.
 
-FedFrozen's warm-up and FedProx's mu are chosen by held-out loss (:mod:`.methods`).
+FedFrozen's warm-up is chosen by held-out loss (:mod:`.methods`); FedProx has mu = 1.
 """
 
 from collections.abc import Mapping, Sequence

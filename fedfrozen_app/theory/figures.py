@@ -192,16 +192,14 @@ def heterogeneity(
     base: Setting, seeds: Sequence[int], rhos: Sequence[float], *, jobs: int = 1
 ) -> Figure:
     """Return every method's final loss against rho, with one step for all and with tuned steps."""
-    cells = with_steps([replace(base, rho=rho) for rho in rhos], STEPS)
-    items = [(method, cells) for method in ("FedProx", "SCAFFOLD", "FedAvg")]
-    fixed: dict[str, Tensor] = {}
-    tuned: dict[str, Tensor] = {}
+    slowest_first = ("FedProx", "SCAFFOLD", "FedAvg")
+    items = [(method, replace(base, rho=rho)) for method in slowest_first for rho in rhos]
+    found: dict[str, list[Tensor]] = {}
     for part in spread(partial(_method, seeds=seeds), items, jobs):
-        fixed |= {name: values[0] for name, values in part.items()}
-        tuned |= {f"{name}, tuned step": values[1] for name, values in part.items()}
-    order = [*RULES, "FedFrozen"]
-    series = {name: fixed[name] for name in order}
-    series |= {f"{name}, tuned step": tuned[f"{name}, tuned step"] for name in order}
+        for name, losses in part.items():
+            found.setdefault(name, []).append(losses)
+    names = [f"{name}{how}" for how in ("", ", tuned step") for name in (*RULES, "FedFrozen")]
+    series = {name: torch.stack(found[name]) for name in names}
     return Figure(
         "heterogeneity",
         "Final loss against heterogeneity",
@@ -214,16 +212,14 @@ def heterogeneity(
     )
 
 
-def _method(
-    item: tuple[str, Sequence[Setting]], seeds: Sequence[int]
-) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return by method its final losses at the one step and at tuned steps, [rhos, seeds]."""
-    method, cells = item
-    one = STEPS.index(1.0)
+def _method(item: tuple[str, Setting], seeds: Sequence[int]) -> dict[str, Tensor]:
+    """Return a method's final losses in a cell, at the one step and at tuned steps, [seeds]."""
+    method, cell = item
     result = {}
-    for name, outcome in outcomes(method, cells, seeds, DTYPE).items():
+    for name, outcome in outcomes(method, with_steps([cell], STEPS), seeds, DTYPE).items():
         steps = len(STEPS)
-        result[name] = (outcome.at_step(one, steps).chosen(), outcome.joined(steps).chosen())
+        result[name] = outcome.at_step(STEPS.index(1.0), steps).chosen()[0]
+        result[f"{name}, tuned step"] = outcome.joined(steps).chosen()[0]
     return result
 
 

@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedfrozen_app.theory.algorithms import Federation, freeze_losses, simulate
+from fedfrozen_app.theory.algorithms import SCAFFOLD, Federation, Rule, freeze_losses, simulate
 from fedfrozen_app.theory.analysis import oracle_warmup
 from fedfrozen_app.theory.claims import Claims, judge, table
-from fedfrozen_app.theory.methods import frozen_outcome, outcomes, spread
+from fedfrozen_app.theory.methods import ends, frozen_outcome, spread
 from fedfrozen_app.theory.problem import Setting
 from fedfrozen_app.theory.signals import Reads, Signal, losses_at
 
+RULES = {"FedProx": Rule(proximal_mu=1.0), "SCAFFOLD": SCAFFOLD}
 SHARES_OF_E = (10, 3, 1)  # E of the setting divided by these
 LATEST = (0.8, 0.9)
 READINGS: dict[Reads, tuple[float, ...]] = {
@@ -67,9 +68,8 @@ def explore(base: Setting, seeds: Sequence[int], rhos: Sequence[float]) -> Regio
         parts.append(_over_oracle(losses, base.clients * run.agreement, run.movement))
         groups += [f"E={steps} rho={rho:g}" for rho in rhos for _ in seeds]
     final = {"FedAvg": plain, "FedFrozen": frozen}
-    for method in ("FedProx", "SCAFFOLD"):
-        found = outcomes(method, cells, seeds, torch.float32)
-        final[method] = found[method].chosen().mean(1)
+    for method, rule in RULES.items():
+        final[method] = ends(fed, [simulate(fed, rule)], len(cells)).chosen().mean(1)
     profile = run.profile.view(cut).mean(2)
     claims = judge(profile, losses.view(cut).mean(2), ratios, final)
     signals = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}

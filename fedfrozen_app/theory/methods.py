@@ -75,13 +75,13 @@ def outcomes(
     """Run a method in all cells; FedAvg's run also holds FedFrozen's."""
     fed = Federation.build(cells, seeds, dtype)
     runs = [simulate(fed, rule) for rule in RULES[method]]
-    found = {method: _ends(fed, runs, len(cells))}
+    found = {method: ends(fed, runs, len(cells))}
     if method == "FedAvg":
         found["FedFrozen"] = frozen_outcome(fed, runs[0], len(cells))
     return found
 
 
-def _ends(fed: Federation, runs: Sequence[Run], cells: int) -> Outcome:
+def ends(fed: Federation, runs: Sequence[Run], cells: int) -> Outcome:
     """Return how runs of one method end, one choice each."""
     last = [fed.rounds]
     loss = torch.cat([run.loss[last] for run in runs])

@@ -119,8 +119,14 @@ def profile(base: Setting, seeds: Sequence[int], rhos: Sequence[float], *, jobs:
         "warm-up round t",
         "profile objective h(Phi^t)",
         series,
-        _settings(base, seeds, rho=list(rhos)),
+        _settings(base, seeds, rho=list(rhos))
+        | {"seeds_where_h_rises_again": {name: rises(h) for name, h in series.items()}},
     )
+
+
+def rises(profile: Tensor) -> int:
+    """Return in how many seeds h ends half a percent above its least, from h [T + 1, seeds]."""
+    return int((profile[-1] > 1.005 * profile.min(dim=0).values).sum())
 
 
 def _profile(cell: Setting, seeds: Sequence[int]) -> Tensor:

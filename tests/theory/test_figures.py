@@ -61,6 +61,13 @@ def test_the_profile_figure_is_h_along_fedavg_and_one_process_or_two_give_the_sa
     assert all(torch.equal(one.series[name], two.series[name]) for name in ("rho=0", "rho=2"))
 
 
+def test_a_seed_counts_as_rising_half_a_percent_above_its_least() -> None:
+    assert figures.rises(torch.tensor([[2.0, 2.0, 2.0], [1.0, 1.0, 1.0], [1.004, 1.006, 0.9]])) == 1
+    figure = figures.profile(TINY, SEEDS, (0.0, 2.0))
+    counted = {name: figures.rises(h) for name, h in figure.series.items()}
+    assert figure.settings["seeds_where_h_rises_again"] == counted
+
+
 def test_the_warmup_figure_ends_at_fedavg_and_names_the_best_share() -> None:
     figure = figures.warmup(TINY, SEEDS, (2.0,), SHARES, jobs=1)
     fed = Federation.build([replace(TINY, rho=2.0)], SEEDS)

@@ -13,6 +13,7 @@ from fedfrozen_app.theory.settings import (
     BASE,
     COMPARISON,
     LOCAL_STEPS,
+    MANY_TOKENS,
     MAP,
     MAP_RHOS,
     RHOS,
@@ -21,7 +22,7 @@ from fedfrozen_app.theory.settings import (
 
 Build = Callable[..., figures.Figure]
 FIGURES: dict[str, tuple[Build, Setting]] = {
-    "profile": (partial(figures.profile, rhos=RHOS), BASE),
+    "profile": (partial(figures.profile, rhos=RHOS), MANY_TOKENS),
     "local-steps": (partial(figures.local_steps, rhos=RHOS[::2], steps=LOCAL_STEPS), BASE),
     "warmup": (partial(figures.warmup, rhos=RHOS, ratios=SHARES), BASE),
     "heterogeneity": (partial(figures.heterogeneity, rhos=RHOS), COMPARISON),

@@ -84,14 +84,16 @@ def draw(numbers: Mapping[str, Any], title: str, path: Path, *, log_x: bool = Fa
 
     canvas = Canvas(figsize=(6.4, 4.2), layout="constrained")
     axes = canvas.subplots()
-    for index, (name, values) in enumerate(numbers["series"].items()):
+    colours: dict[str, str] = {}  # a method has one colour, whatever its step
+    for name, values in numbers["series"].items():
         mean, std = (
             torch.tensor([math.nan if v is None else v for v in values[key]])
             for key in ("mean", "std")
         )
         marks = {"marker": "o", "markersize": 4} if len(mean) < 15 else {}
         style = "--" if name.endswith("tuned step") else "-"
-        colour = COLOURS[index % len(COLOURS)]
+        method = name.removesuffix(", tuned step")
+        colour = colours.setdefault(method, COLOURS[len(colours) % len(COLOURS)])
         axes.plot(numbers["x"], mean.numpy(), style, color=colour, label=name, **marks)  # type: ignore[arg-type]
         low, high = (mean - std).numpy(), (mean + std).numpy()
         axes.fill_between(numbers["x"], low, high, color=colour, alpha=0.12, linewidth=0)

@@ -16,22 +16,23 @@ from fedfrozen_app.theory.analysis import oracle_warmup
 from fedfrozen_app.theory.claims import Claims, judge, table
 from fedfrozen_app.theory.methods import ends, frozen_outcome, spread
 from fedfrozen_app.theory.problem import Setting
-from fedfrozen_app.theory.signals import Reads, Signal, losses_at
+from fedfrozen_app.theory.signals import Readings, Reads, Signal, losses_at
 
 RULES = {"FedProx": Rule(proximal_mu=1.0), "SCAFFOLD": SCAFFOLD}
 SHARES_OF_E = (10, 3, 1)  # E of the setting divided by these
-LATEST = (0.8, 0.9)
+LATEST = 0.9
 READINGS: dict[Reads, tuple[float, ...]] = {
-    "agreement": (0.5, 1.0, 1.5, 2.0, 3.0),
-    "movement": (0.1, 0.2, 0.3, 0.5),
+    "agreement": (0.1, 0.3, 1.0, 2.0),
+    "movement": (0.03, 0.1, 0.3),
+    "loss": (0.0, 0.01, 0.05, 0.1),
 }
 SIGNALS = tuple(
-    Signal(reads, below, latest)
+    Signal(reads, threshold, LATEST)
     for reads, thresholds in READINGS.items()
-    for below in thresholds
-    for latest in LATEST
+    for threshold in thresholds
 )
 FIXED = tuple(Signal("nothing", latest=share) for share in (0.2, 0.4, 0.6, 0.8, 0.9, 1.0))
+DIVERGED = 100.0  # times the oracle's loss
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,8 @@ def explore(base: Setting, seeds: Sequence[int], rhos: Sequence[float]) -> Regio
         frozen = frozen_outcome(fed, run, len(cells)).chosen().mean(1)
         plain = losses[-1].view(cut).mean(2)[0]
         ratios.append(float(frozen[-1] / plain[-1]))
-        parts.append(_over_oracle(losses, base.clients * run.agreement, run.movement))
+        seen = Readings(base.clients * run.agreement, run.movement, run.loss)
+        parts.append(_over_oracle(losses, seen))
         groups += [f"E={steps} rho={rho:g}" for rho in rhos for _ in seeds]
     final = {"FedAvg": plain, "FedFrozen": frozen}
     for method, rule in RULES.items():
@@ -76,57 +78,57 @@ def explore(base: Setting, seeds: Sequence[int], rhos: Sequence[float]) -> Regio
     return Region(claims, signals, groups)
 
 
-def _over_oracle(losses: Tensor, agreement: Tensor, movement: Tensor) -> dict[str, Tensor]:
+def _over_oracle(losses: Tensor, seen: Readings) -> dict[str, Tensor]:
     """Return by signal the final loss over that of the run's best warm-up, [runs]."""
     best = losses_at(losses, oracle_warmup(losses))
     return {
-        signal.name: losses_at(losses, signal.warmup(agreement, movement)) / best
-        for signal in (*SIGNALS, *FIXED)
+        signal.name: losses_at(losses, signal.warmup(seen)) / best for signal in (*SIGNALS, *FIXED)
     }
 
 
 def signal_table(regions: Mapping[str, Region]) -> tuple[str, dict[str, Any]]:
-    """Return how signals do over all runs, as Markdown and as numbers.
+    """Return how fixed warm-ups and signals do over all runs, as Markdown and as numbers.
 
-    The best signal is picked on every other setting and reported on the rest, so that a
-    threshold is not judged where it was chosen.
+    The last column is of every other setting, for what was best on the rest: a threshold is not
+    judged where it was chosen.
     """
-    halves = [list(regions.values())[i::2] for i in (0, 1)]
-    picking, judging = (_joined(half) for half in halves)
-    names = [signal.name for signal in SIGNALS]
-    picked = min(names, key=lambda name: _mean(picking[name]))
-    fixed = [signal.name for signal in FIXED]
-    picked_fixed = min(fixed, key=lambda name: _mean(picking[name]))
+    halves = [_joined(list(regions.values())[i::2]) for i in (0, 1)]
     everything = _joined(list(regions.values()))
-    lines = ["| freeze | mean | worst tenth | worst | chosen on one half, on the other |"]
-    lines.append("|---|---:|---:|---:|---:|")
-    numbers: dict[str, Any] = {"picked": picked, "picked_fixed": picked_fixed}
-    best = sorted(names, key=lambda name: _mean(everything[name]))[:6]
-    for name in [*fixed, *dict.fromkeys([picked, *best])]:
-        values = everything[name]
-        row = [_mean(values), _quantile(values, 0.9), _quantile(values, 1.0)]
-        other = _mean(judging[name]) if name in (picked, picked_fixed) else math.nan
-        numbers[name] = {"mean": row[0], "tenth": row[1], "worst": row[2]}
-        shown = [f"{value:.3f}" if math.isfinite(value) else "diverges" for value in row]
-        shown.append(f"{other:.3f}" if math.isfinite(other) else "")
-        lines.append("| " + " | ".join([name, *shown]) + " |")
-    lines += ["", f"{len(everything['never'])} runs; final loss over that of the run's own best."]
+    fixed, signals = ([signal.name for signal in group] for group in (FIXED, SIGNALS))
+    picked = [min(names, key=lambda name: _mean(halves[0][name])) for names in (fixed, signals)]
+    lines = [
+        "| freeze | mean | worst tenth | diverged | picked on one half, on the other |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    numbers: dict[str, Any] = {}
+    for name in [*fixed, *signals]:
+        values = everything[name].sort().values
+        row = numbers[name] = {
+            "mean": _mean(values),
+            "tenth": float(values[int(0.9 * len(values))]),
+            "diverged": int((values == DIVERGED).sum()),
+        }
+        other = f"{_mean(halves[1][name]):.3f}" if name in picked else ""
+        lines.append(
+            f"| {name} | {row['mean']:.3f} | {row['tenth']:.3f} | {row['diverged']} | {other} |"
+        )
+    lines += [
+        "",
+        f"Final loss over that of the run's own best warm-up, in {len(everything['never'])} runs; "
+        f"signals freeze at {LATEST:.0%} of T at the latest. Means leave out what diverged.",
+    ]
     return "\n".join(lines), numbers
 
 
 def _joined(regions: Sequence[Region]) -> dict[str, Tensor]:
-    return {
-        name: torch.cat([region.signals[name] for region in regions]) for name in regions[0].signals
-    }
+    """Return the runs of several settings, with DIVERGED for every ratio beyond it."""
+    names = regions[0].signals
+    joined = {name: torch.cat([region.signals[name] for region in regions]) for name in names}
+    return {name: v.nan_to_num(DIVERGED).clamp(max=DIVERGED) for name, v in joined.items()}
 
 
 def _mean(values: Tensor) -> float:
-    return float(torch.where(values.isfinite(), values, torch.inf).mean())
-
-
-def _quantile(values: Tensor, share: float) -> float:
-    finite = torch.where(values.isfinite(), values, torch.inf).sort().values
-    return float(finite[min(len(finite) - 1, int(share * len(finite)))])
+    return float(values[values < DIVERGED].mean())
 
 
 def make_map(

@@ -23,6 +23,7 @@ BASE = Setting(
 RHOS = (0.0, 0.5, 1.0, 1.5, 2.0)
 LOCAL_STEPS = (1, 5, 20, 50, 100, 200)
 SHARES = tuple(i / 10 for i in range(11))
+MANY_TOKENS = replace(BASE, tokens=16)  # where h is seen to rise again
 COMPARISON = replace(BASE, rounds=40)  # four rules at three steps: the figure that takes longest
 
 MAP_RHOS = (0.0, 1.0, 2.0)
@@ -42,9 +43,10 @@ MAP: dict[str, Setting] = {
     "d_k = 2": replace(BASE, key_dim=2),
     "n = 2": replace(BASE, tokens=2),
     "n = 8": replace(BASE, tokens=8),
+    "n = 16": MANY_TOKENS,
     "m = 24": replace(BASE, examples=24),
     "d = 8, step 0.01": replace(BASE, dim=8, lr=0.01),
-    "phi softmax, step 0.1": replace(BASE, phi="softmax", lr=0.1),
+    "phi softmax": replace(BASE, phi="softmax"),
     "lambda 0.1": replace(BASE, value_l2=0.1),
     "Phi starts at 1, step 0.01": replace(BASE, init_scale=1.0, lr=0.01),
     "W_V starts at 1": replace(BASE, value_scale=1.0),

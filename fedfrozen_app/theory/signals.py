@@ -1,15 +1,17 @@
 """When to freeze, from what a server sees anyway: candidates for an automatic warm-up.
 
-After round t the server holds every client's update of the kernel, delta_k. With the mean of the
-last WINDOW rounds of
+After round t the server holds every client's update of the kernel, delta_k, and, if clients
+report the training loss of the model they were sent, the loss of the averaged model. It reads
 
     agreement   K ||mean_k delta_k||^2 / mean_k ||delta_k||^2     K if all move alike, 1 if the
                                                                   updates are independent noise,
                                                                   0 if they cancel
     movement    ||mean_k delta_k|| / its largest so far           1 while the kernel still moves
+    loss        f(Phi^t, theta^t) over its least so far
 
-a rule freezes after the first round that falls below its threshold, and at the latest after
-``latest`` T rounds. Nothing is computed on clients and nothing more is sent.
+Agreement and movement, as means of the last WINDOW rounds, freeze when they fall below a
+threshold; the loss freezes when it has stayed above 1 + threshold for WINDOW rounds. All freeze
+after ``latest`` T rounds at the latest. Nothing but that loss is sent in addition.
 """
 
 from dataclasses import dataclass
@@ -19,7 +21,16 @@ import torch
 from torch import Tensor
 
 WINDOW = 3
-Reads = Literal["agreement", "movement", "nothing"]
+Reads = Literal["agreement", "movement", "loss", "nothing"]
+
+
+@dataclass(frozen=True)
+class Readings:
+    """What a server saw in rounds 1..T, [T, S] each, and the loss also before them, [T + 1, S]."""
+
+    agreement: Tensor
+    movement: Tensor
+    loss: Tensor
 
 
 @dataclass(frozen=True)
@@ -28,16 +39,16 @@ class Signal:
 
     Attributes
     ----------
-    reads : {"agreement", "movement", "nothing"}
+    reads : {"agreement", "movement", "loss", "nothing"}
         What it looks at; ``nothing`` freezes at ``latest`` T, a fixed warm-up.
-    below : float
-        The threshold.
+    threshold : float
+        Below which agreement or movement freezes, or by how much the loss is too high.
     latest : float
         The longest warm-up, as a share of T.
     """
 
     reads: Reads
-    below: float = 0.0
+    threshold: float = 0.0
     latest: float = 1.0
 
     @property
@@ -45,34 +56,38 @@ class Signal:
         """Return a short name, for tables."""
         if self.reads == "nothing":
             return "never" if self.latest == 1 else f"fixed {self.latest:.0%}"
-        return f"{self.reads} < {self.below:g}, at most {self.latest:.0%}"
+        if self.reads == "loss":
+            return f"loss {self.threshold:.0%} above its least"
+        return f"{self.reads} < {self.threshold:g}"
 
-    def warmup(self, agreement: Tensor, movement: Tensor) -> Tensor:
-        """Return T_warm of every run, [S], from the readings of rounds 1..T, [T, S].
+    def warmup(self, seen: Readings) -> Tensor:
+        """Return T_warm of every run, [S]."""
+        latest = max(1, round(self.latest * len(seen.agreement)))
+        ready = self._ready(seen)
+        ready[latest - 1 :] = True
+        return ready.to(torch.uint8).argmax(dim=0) + 1
 
-        ``agreement`` is K times that of :class:`.algorithms.Run`.
-        """
-        rounds = len(agreement)
-        latest = round(self.latest * rounds)
-        if self.reads == "nothing":
-            return torch.full(agreement.shape[1:], latest)
-        if self.reads == "movement":
-            smooth = _smooth(movement)
-            reading = smooth / smooth.cummax(dim=0).values
+    def _ready(self, seen: Readings) -> Tensor:
+        """Return after which rounds it would freeze, [T, S]."""
+        if self.reads == "loss":
+            high = seen.loss > (1 + self.threshold) * seen.loss.cummin(dim=0).values
+            ready = _mean_of_last(high[1:].to(seen.loss.dtype)) == 1
+        elif self.reads == "movement":
+            smooth = _mean_of_last(seen.movement)
+            ready = smooth < self.threshold * smooth.cummax(dim=0).values
+        elif self.reads == "agreement":
+            ready = _mean_of_last(seen.agreement) < self.threshold
         else:
-            reading = _smooth(agreement)
-        low = reading < self.below
-        low[: WINDOW - 1] = False
-        low[max(latest, 1) - 1 :] = True
-        return low.to(torch.uint8).argmax(dim=0) + 1
+            ready = torch.zeros_like(seen.agreement, dtype=torch.bool)
+        ready[: WINDOW - 1] = False
+        return ready
 
 
-def _smooth(readings: Tensor) -> Tensor:
-    """Return the mean of each round and the WINDOW - 1 before it, fewer at the start."""
-    total = readings.cumsum(dim=0)
-    earlier = torch.cat([torch.zeros_like(total[:WINDOW]), total[:-WINDOW]])
+def _mean_of_last(readings: Tensor) -> Tensor:
+    """Return the mean of each round and the WINDOW - 1 before it, of fewer at the start."""
+    padded = torch.cat([readings.new_zeros(WINDOW - 1, readings.shape[1]), readings])
     counts = torch.arange(1, len(readings) + 1).clamp(max=WINDOW)
-    return (total - earlier) / counts[:, None]
+    return padded.unfold(0, WINDOW, 1).sum(-1) / counts[:, None]
 
 
 def losses_at(losses: Tensor, warmup: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fedfrozen_app.theory.algorithms import Federation, freeze_losses, simulate
 from fedfrozen_app.theory.analysis import oracle_warmup
+from fedfrozen_app.theory.claims import rises
 from fedfrozen_app.theory.methods import MUS, RATIOS, RULES, STEPS, outcomes, spread, with_steps
 from fedfrozen_app.theory.problem import Setting
 
@@ -124,11 +125,6 @@ def profile(base: Setting, seeds: Sequence[int], rhos: Sequence[float], *, jobs:
         _settings(base, seeds, rho=list(rhos))
         | {"seeds_where_h_rises_again": {name: rises(h) for name, h in series.items()}},
     )
-
-
-def rises(profile: Tensor) -> int:
-    """Return in how many seeds h ends half a percent above its least, from h [T + 1, seeds]."""
-    return int((profile[-1] > 1.005 * profile.min(dim=0).values).sum())
 
 
 def _profile(cell: Setting, seeds: Sequence[int]) -> Tensor:

@@ -72,8 +72,7 @@ def explore(base: Setting, seeds: Sequence[int], rhos: Sequence[float]) -> Regio
     final = {"FedAvg": plain, "FedFrozen": frozen}
     for method, rule in RULES.items():
         final[method] = ends(fed, [simulate(fed, rule)], len(cells)).chosen().mean(1)
-    profile = run.profile.view(cut).mean(2)
-    claims = judge(profile, losses.view(cut).mean(2), ratios, final)
+    claims = judge(run.profile.view(cut), losses.view(cut).mean(2), ratios, final)
     signals = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
     return Region(claims, signals, groups)
 

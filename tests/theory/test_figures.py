@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from fedfrozen_app.cli import app
 from fedfrozen_app.theory import figures
 from fedfrozen_app.theory.algorithms import Federation, freeze_losses, simulate
-from fedfrozen_app.theory.claims import OTHERS, judge, table
+from fedfrozen_app.theory.claims import OTHERS, judge, rises, table
 from fedfrozen_app.theory.command import FIGURES, run_theory
 from fedfrozen_app.theory.map import explore, make_map
 from fedfrozen_app.theory.methods import Outcome, outcomes, with_steps
@@ -62,9 +62,9 @@ def test_the_profile_figure_is_h_along_fedavg_and_one_process_or_two_give_the_sa
 
 
 def test_a_seed_counts_as_rising_half_a_percent_above_its_least() -> None:
-    assert figures.rises(torch.tensor([[2.0, 2.0, 2.0], [1.0, 1.0, 1.0], [1.004, 1.006, 0.9]])) == 1
+    assert rises(torch.tensor([[2.0, 2.0, 2.0], [1.0, 1.0, 1.0], [1.004, 1.006, 0.9]])) == 1
     figure = figures.profile(TINY, SEEDS, (0.0, 2.0))
-    counted = {name: figures.rises(h) for name, h in figure.series.items()}
+    counted = {name: rises(h) for name, h in figure.series.items()}
     assert figure.settings["seeds_where_h_rises_again"] == counted
 
 
@@ -112,6 +112,11 @@ def test_a_choice_that_diverged_is_not_made() -> None:
     assert Outcome(loss, held_out).chosen().tolist() == [[2.0, 5.0]]
 
 
+def column(rows: list[list[float]]) -> torch.Tensor:
+    """One seed."""
+    return torch.tensor(rows)[..., None]
+
+
 def hand_made(**changes: Any) -> dict[str, Any]:
     """Numbers that show all four claims: three rounds, rho = 0, 1, 2."""
     rising = torch.tensor([[1.0, 1.0, 1.0], [0.9, 0.9, 0.8], [0.8, 0.8, 0.9]])
@@ -119,7 +124,7 @@ def hand_made(**changes: Any) -> dict[str, Any]:
     final = {name: torch.tensor([1.0, 1.5, 2.0]) for name in OTHERS}
     final["FedFrozen"] = torch.tensor([1.0, 1.2, 1.5])
     return {
-        "profile": rising,
+        "profiles": torch.stack([rising, rising], dim=2),
         "losses": losses,
         "ratios": [1.0, 0.95, 0.9],
         "final": final,
@@ -128,21 +133,42 @@ def hand_made(**changes: Any) -> dict[str, Any]:
 
 def test_a_setting_that_shows_all_claims_is_found_to() -> None:
     claims = judge(**hand_made())
-    assert claims.shown == dict.fromkeys(["a", "b", "c", "d", "d1"], True)
+    assert claims.shown == dict.fromkeys(["a", "a1", "b", "c", "d", "d1"], True)
     assert claims.rise == pytest.approx(0.125) and claims.best == [1.0, 1.0, 0.5]
     assert claims.gain == pytest.approx(1 - 0.8 / 0.95)
     assert claims.against == {name: pytest.approx(0.75) for name in OTHERS}
     text = table({"one": claims})
-    assert "| one | 12.5% | 1.00 0.95 0.90 | 1.00 1.00 0.50 |" in text and "| a b c d |" in text
-    assert "Of 1 settings, (a) shows in 1, (b) in 1, (c) in 1, (d) in 1" in text
+    assert (
+        "| one | 12.5% | 2/2 | 1.00 0.95 0.90 | 1.00 1.00 0.50 |" in text and "| a b c d |" in text
+    )
+    counted = "(a) shows in 1, and by seeds, written (a), in 1; (b) in 1, (c) in 1, (d) in 1"
+    assert f"Of 1 settings, {counted}" in text
+
+
+def test_a_seed_that_still_falls_hides_those_that_rise_from_the_mean_only() -> None:
+    at_0 = torch.tensor([[1.0], [0.9], [0.8]]).expand(3, 3)
+    far = torch.tensor([[1.0, 1.0, 9.0], [0.8, 0.8, 8.0], [0.9, 0.9, 5.0]])
+    claims = judge(**hand_made(profiles=torch.stack([at_0, at_0, far], dim=1)))
+    assert claims.rise == 0 and claims.rising == "2/3"
+    assert not claims.shown["a"] and claims.shown["a1"]
+    assert "| (a) b c d |" in table({"one": claims})
 
 
 @pytest.mark.parametrize(
     ("claim", "changes"),
     [
-        ("a", {"profile": torch.tensor([[1.0, 1.0], [0.9, 0.8], [0.8, 0.8]])}),  # never rises
-        ("a", {"profile": torch.tensor([[1.0, 0.7], [0.9, 0.7], [0.8, 0.9]])}),  # never falls
-        ("a", {"profile": torch.tensor([[0.7, 1.0], [0.8, 0.8], [0.6, 0.9]])}),  # rises at rho 0
+        (
+            "a",
+            {"profiles": torch.tensor([[1.0, 1.0], [0.9, 0.8], [0.8, 0.8]])[..., None]},
+        ),  # never rises
+        (
+            "a",
+            {"profiles": torch.tensor([[1.0, 0.7], [0.9, 0.7], [0.8, 0.9]])[..., None]},
+        ),  # never falls
+        (
+            "a1",
+            {"profiles": torch.tensor([[0.7, 1.0], [0.8, 0.8], [0.6, 0.9]])[..., None]},
+        ),  # rises at rho 0
         ("b", {"ratios": [1.0, 1.0, 0.99]}),
         ("b", {"ratios": [1.0, 0.8, 0.9]}),
         ("c", {"losses": torch.tensor([[1.0, 1.0], [0.9, 0.9], [0.8, 0.8]])}),  # never best

@@ -41,6 +41,8 @@ class Figure:
         Everything that decides the numbers, and what else was measured.
     log_x : bool
         Whether x is drawn logarithmically.
+    lower_label, lower : str, dict of str to Tensor
+        A second panel over the same x, if any.
     """
 
     name: str
@@ -51,19 +53,19 @@ class Figure:
     series: dict[str, Tensor]
     settings: dict[str, Any] = field(default_factory=dict)
     log_x: bool = False
+    lower_label: str = ""
+    lower: dict[str, Tensor] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON form: mean and standard deviation over seeds, null where one diverged."""
-        series = {}
-        for name, values in self.series.items():
-            std = values.std(dim=1) if values.shape[1] > 1 else torch.zeros(len(values))
-            series[name] = {"mean": _finite(values.mean(dim=1)), "std": _finite(std)}
+        lower = {"y_label": self.lower_label, "series": _summaries(self.lower)}
         return {
             "x": self.x,
             "x_label": self.x_label,
             "y_label": self.y_label,
-            "series": series,
+            "series": _summaries(self.series),
             "settings": self.settings,
+            **({"lower": lower} if self.lower else {}),
         }
 
     def write(self, folder: Path) -> None:
@@ -75,6 +77,14 @@ class Figure:
         draw(numbers, self.title, folder / f"{self.name}.png", log_x=self.log_x)
 
 
+def _summaries(series: Mapping[str, Tensor]) -> dict[str, dict[str, list[float | None]]]:
+    summaries = {}
+    for name, values in series.items():
+        std = values.std(dim=1) if values.shape[1] > 1 else torch.zeros(len(values))
+        summaries[name] = {"mean": _finite(values.mean(dim=1)), "std": _finite(std)}
+    return summaries
+
+
 def _finite(values: Tensor) -> list[float | None]:
     return [float(f"{v:.8g}") if math.isfinite(v) else None for v in values.tolist()]
 
@@ -83,10 +93,24 @@ def draw(numbers: Mapping[str, Any], title: str, path: Path, *, log_x: bool = Fa
     """Draw a figure's JSON: lines are means, bands one standard deviation over seeds."""
     from matplotlib.figure import Figure as Canvas
 
-    canvas = Canvas(figsize=(6.4, 4.2), layout="constrained")
-    axes = canvas.subplots()
+    panels = [numbers, numbers["lower"]] if "lower" in numbers else [numbers]
+    canvas = Canvas(figsize=(6.4, 1.6 + 2.6 * len(panels)), layout="constrained")
+    rows = canvas.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
+    for axes, panel in zip(rows, panels, strict=True):
+        _draw_panel(axes, numbers["x"], panel)
+    if log_x:
+        axes.set_xscale("log")
+        axes.set_xticks(numbers["x"], [f"{x:g}" for x in numbers["x"]])
+        axes.minorticks_off()
+    axes.set_xlabel(numbers["x_label"])
+    rows[0].set_title(title, fontsize="medium")
+    rows[0].legend(fontsize="small")
+    canvas.savefig(path, dpi=120)
+
+
+def _draw_panel(axes: Any, x: list[float], panel: Mapping[str, Any]) -> None:
     colours: dict[str, str] = {}  # a method has one colour, whatever its step
-    for name, values in numbers["series"].items():
+    for name, values in panel["series"].items():
         mean, std = (
             torch.tensor([math.nan if v is None else v for v in values[key]])
             for key in ("mean", "std")
@@ -95,19 +119,11 @@ def draw(numbers: Mapping[str, Any], title: str, path: Path, *, log_x: bool = Fa
         style = "--" if name.endswith("tuned step") else "-"
         method = name.removesuffix(", tuned step")
         colour = colours.setdefault(method, COLOURS[len(colours) % len(COLOURS)])
-        axes.plot(numbers["x"], mean.numpy(), style, color=colour, label=name, **marks)  # type: ignore[arg-type]
+        axes.plot(x, mean.numpy(), style, color=colour, label=name, **marks)
         low, high = (mean - std).numpy(), (mean + std).numpy()
-        axes.fill_between(numbers["x"], low, high, color=colour, alpha=0.12, linewidth=0)
-    if log_x:
-        axes.set_xscale("log")
-        axes.set_xticks(numbers["x"], [f"{x:g}" for x in numbers["x"]])
-        axes.minorticks_off()
-    axes.set_xlabel(numbers["x_label"])
-    axes.set_ylabel(numbers["y_label"])
-    axes.set_title(title, fontsize="medium")
+        axes.fill_between(x, low, high, color=colour, alpha=0.1, linewidth=0)
+    axes.set_ylabel(panel["y_label"])
     axes.grid(alpha=0.25)
-    axes.legend(fontsize="small")
-    canvas.savefig(path, dpi=120)
 
 
 def profile(base: Setting, seeds: Sequence[int], rhos: Sequence[float], *, jobs: int = 1) -> Figure:
@@ -124,7 +140,14 @@ def profile(base: Setting, seeds: Sequence[int], rhos: Sequence[float], *, jobs:
         series,
         _settings(base, seeds, rho=list(rhos))
         | {"seeds_where_h_rises_again": {name: rises(h) for name, h in series.items()}},
+        lower_label="h above its least so far (%)",
+        lower={name: above_least(h) for name, h in series.items()},
     )
+
+
+def above_least(profile: Tensor) -> Tensor:
+    """Return by how many percent h is above its least until then, of [T + 1, seeds]."""
+    return 100 * (profile / profile.cummin(dim=0).values - 1)
 
 
 def _profile(cell: Setting, seeds: Sequence[int]) -> Tensor:

@@ -37,7 +37,8 @@ def test_a_figure_is_a_picture_and_numbers_in_the_agreed_form(name: str, tmp_pat
     picture = (tmp_path / "out" / f"{name}.png").read_bytes()
     assert picture[:8] == b"\x89PNG\r\n\x1a\n" and len(picture) > 10_000
     numbers = json.loads((tmp_path / "out" / f"{name}.json").read_text())
-    assert set(numbers) == {"x", "x_label", "y_label", "series", "settings"}
+    keys = {"x", "x_label", "y_label", "series", "settings"}
+    assert set(numbers) == (keys | {"lower"} if name == "profile" else keys)
     assert numbers["settings"]["seeds"] == [0, 1] and numbers["settings"]["dim"] == 3
     assert len(numbers["series"]) >= 3
     for series in numbers["series"].values():
@@ -66,6 +67,12 @@ def test_a_seed_counts_as_rising_half_a_percent_above_its_least() -> None:
     figure = figures.profile(TINY, SEEDS, (0.0, 2.0))
     counted = {name: rises(h) for name, h in figure.series.items()}
     assert figure.settings["seeds_where_h_rises_again"] == counted
+
+
+def test_the_lower_panel_of_the_profile_is_how_far_h_is_above_its_least_so_far() -> None:
+    h = torch.tensor([[2.0, 1.0], [1.0, 1.5], [1.1, 0.9]])
+    expected = torch.tensor([[0.0, 0.0], [0.0, 50.0], [10.0, 0.0]])
+    torch.testing.assert_close(figures.above_least(h), expected, rtol=0, atol=1e-4)
 
 
 def test_the_warmup_figure_ends_at_fedavg_and_names_the_best_share() -> None:
@@ -138,9 +145,8 @@ def test_a_setting_that_shows_all_claims_is_found_to() -> None:
     assert claims.gain == pytest.approx(1 - 0.8 / 0.95)
     assert claims.against == {name: pytest.approx(0.75) for name in OTHERS}
     text = table({"one": claims})
-    assert (
-        "| one | 12.5% | 2/2 | 1.00 0.95 0.90 | 1.00 1.00 0.50 |" in text and "| a b c d |" in text
-    )
+    assert "| one | 12.5% | 2/2 | 1.00 0.95 0.90 | 1.00 1.00 0.50 |" in text
+    assert "| a b c d |" in text
     counted = "(a) shows in 1, and by seeds, written (a), in 1; (b) in 1, (c) in 1, (d) in 1"
     assert f"Of 1 settings, {counted}" in text
 
@@ -157,18 +163,12 @@ def test_a_seed_that_still_falls_hides_those_that_rise_from_the_mean_only() -> N
 @pytest.mark.parametrize(
     ("claim", "changes"),
     [
-        (
-            "a",
-            {"profiles": torch.tensor([[1.0, 1.0], [0.9, 0.8], [0.8, 0.8]])[..., None]},
-        ),  # never rises
-        (
-            "a",
-            {"profiles": torch.tensor([[1.0, 0.7], [0.9, 0.7], [0.8, 0.9]])[..., None]},
-        ),  # never falls
-        (
-            "a1",
-            {"profiles": torch.tensor([[0.7, 1.0], [0.8, 0.8], [0.6, 0.9]])[..., None]},
-        ),  # rises at rho 0
+        # never rises
+        ("a", {"profiles": column([[1.0, 1.0], [0.9, 0.8], [0.8, 0.8]])}),
+        # never falls
+        ("a", {"profiles": column([[1.0, 0.7], [0.9, 0.7], [0.8, 0.9]])}),
+        # rises at rho 0
+        ("a1", {"profiles": column([[0.7, 1.0], [0.8, 0.8], [0.6, 0.9]])}),
         ("b", {"ratios": [1.0, 1.0, 0.99]}),
         ("b", {"ratios": [1.0, 0.8, 0.9]}),
         ("c", {"losses": torch.tensor([[1.0, 1.0], [0.9, 0.9], [0.8, 0.8]])}),  # never best

@@ -346,6 +346,24 @@ def partition(
     )
 
 
+@app.command()
+def theory(
+    name: Annotated[
+        str, typer.Argument(help="profile, local-steps, warmup, heterogeneity, all (four) or map")
+    ],
+    out: Annotated[Path, typer.Option(help="folder for NAME.png and NAME.json")],
+    seeds: Annotated[int, typer.Option(min=1, help="seeds 0, 1, ...")] = 10,
+    jobs: Annotated[int, typer.Option(min=1, help="processes, of one thread each")] = 1,
+) -> None:
+    """Repeat the linear-attention simulation of the FedFrozen paper, or map where it holds."""
+    from fedfrozen_app.theory.command import run_theory
+
+    try:
+        run_theory(name, out, seeds=seeds, jobs=jobs, say=typer.echo)
+    except (ValueError, OSError) as error:
+        fail(str(error), 2)
+
+
 def main() -> None:
     """Entry point of the console script."""
     app()

@@ -14,16 +14,17 @@ TEXT = (ROOT / "docs" / "theory.md").read_text()
 def rows(name: str) -> list[str]:
     """The first cells of the table between a pair of markers."""
     (block,) = re.findall(rf"<!-- {name} -->\n(.*?)<!-- end of {name} -->", TEXT, re.S)
-    return [line.split(" | ")[0].removeprefix("| ") for line in block.splitlines()[2:]]
+    lines = [line for line in block.splitlines() if line.startswith("|")]
+    return [line.split(" | ")[0].removeprefix("| ") for line in lines[2:]]
 
 
 def test_the_documented_map_has_the_settings_of_the_package() -> None:
-    assert [row for row in rows("map") if row in MAP] == list(MAP)
+    assert rows("map") == list(MAP)
 
 
 def test_the_documented_signals_are_those_of_the_package() -> None:
     names = [signal.name for signal in (*FIXED, *SIGNALS)]
-    assert [row for row in rows("signals") if row in names] == names
+    assert rows("signals") == names
 
 
 def test_every_figure_has_its_picture_and_its_command() -> None:

@@ -22,7 +22,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_show_locals=False,
 )
-CLIENT_APP = "fedfrozen_app.client_app:app"
 console = Console()
 errors = Console(stderr=True)
 
@@ -106,7 +105,7 @@ def show_own_log() -> None:
 def run_here(config: RunConfig) -> Path:
     """Run in this process and return the run folder."""
     from fedfrozen_app.engine.local_grid import LocalGrid
-    from fedfrozen_app.engine.rounds import prepare, run_federation
+    from fedfrozen_app.engine.rounds import CLIENT_APP, prepare, run_federation
     from fedfrozen_app.runs.store import RoundMetrics
     from fedfrozen_app.runs.summary import quality
 

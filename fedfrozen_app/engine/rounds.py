@@ -1,7 +1,7 @@
 """The rounds of a run, the same in every engine: send, aggregate, test, record."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from logging import ERROR, INFO
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ from fedfrozen_app.transport.client_state import forget
 from fedfrozen_app.transport.ledger import LedgerGrid, payload_bytes
 from fedfrozen_app.transport.payload import client_of
 
+CLIENT_APP = "fedfrozen_app.client_app:app"
 OnRound = Callable[[RoundMetrics], None]
 Quality = tuple[float | None, float | None]  # loss and accuracy
 UNTESTED: Quality = (None, None)
@@ -71,6 +72,25 @@ def build_strategy(config: RunConfig, worker: Worker) -> FedFrozen:
         seed=config.seed,
     )
     return FedFrozenLatent(rule, schedule=schedule, latent=latent, bits=config.latent_bits)
+
+
+def finish_round(
+    strategy: FedFrozen,
+    grid: Grid,
+    server_round: int,
+    arrays: ArrayRecord,
+    messages: Iterable[Message],
+) -> ArrayRecord:
+    """Send a round's messages, aggregate the replies, return the next model."""
+    replies = grid.send_and_receive(messages, timeout=strategy.timeout)
+    aggregated, _ = strategy.aggregate_train(server_round, replies)
+    return arrays if aggregated is None else aggregated
+
+
+def forget_clients(strategy: FedFrozen, worker: Worker) -> None:
+    """Remove what clients of this machine have kept in files for a run."""
+    if isinstance(rule := strategy.strategy, ServerRule):
+        forget(worker.client_states, rule.versions.run)
 
 
 class Federation:
@@ -150,9 +170,7 @@ class Federation:
             log(ERROR, "the model of the last round is not saved: %s", second)
 
     def _forget_clients(self) -> None:
-        """Remove what clients of this machine have kept in files for the run."""
-        if isinstance(rule := self.strategy.strategy, ServerRule):
-            forget(self.worker.client_states, rule.versions.run)
+        forget_clients(self.strategy, self.worker)
 
     def train_round(self, server_round: int, arrays: ArrayRecord) -> ArrayRecord:
         """Send the model out, aggregate the replies, return the next model."""
@@ -165,9 +183,7 @@ class Federation:
     def _train(
         self, server_round: int, arrays: ArrayRecord, messages: list[Message]
     ) -> ArrayRecord:
-        replies = self.grid.send_and_receive(messages, timeout=self.config.round_timeout)
-        aggregated, _ = self.strategy.aggregate_train(server_round, replies)
-        return arrays if aggregated is None else aggregated
+        return finish_round(self.strategy, self.grid, server_round, arrays, messages)
 
     def _beyond_budget(self, server_round: int, messages: list[Message]) -> str | None:
         """Return which client a round would take beyond ``byte-budget``, None if none."""

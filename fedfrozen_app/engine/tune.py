@@ -16,17 +16,19 @@ from flwr.app import ArrayRecord, ConfigRecord
 
 from fedfrozen_app.config import ConfigError, RunConfig, rounds_of_ratio
 from fedfrozen_app.engine.local_grid import LocalGrid
-from fedfrozen_app.engine.rounds import checked_strategy, initial_model
+from fedfrozen_app.engine.rounds import (
+    checked_strategy,
+    finish_round,
+    forget_clients,
+    initial_model,
+)
 from fedfrozen_app.engine.snapshot import Snapshot
-from fedfrozen_app.strategies.base import ServerRule
 from fedfrozen_app.strategies.fedfrozen import FedFrozen
 from fedfrozen_app.training.local import perplexity
 from fedfrozen_app.training.worker import Worker, resident
 from fedfrozen_app.transport.arrays import to_tensors
-from fedfrozen_app.transport.client_state import forget
 from fedfrozen_app.transport.ledger import LedgerGrid
 
-RATIOS = (0.2, 0.4, 0.6, 0.8, 1.0)
 VALIDATION_FRACTION = 0.1
 
 
@@ -132,9 +134,7 @@ class _Run:
         """Run rounds ``first`` to ``last`` (inclusive)."""
         for server_round in range(first, last + 1):
             sent = self.strategy.configure_train(server_round, arrays, ConfigRecord(), self.grid)
-            replies = self.grid.send_and_receive(sent, timeout=self.config.round_timeout)
-            trained, _ = self.strategy.aggregate_train(server_round, replies)
-            arrays = arrays if trained is None else trained
+            arrays = finish_round(self.strategy, self.grid, server_round, arrays, sent)
             steps = int(self.strategy.report.total("steps"))
             traffic = self.grid.take()
             self.steps += steps
@@ -159,15 +159,11 @@ class _Run:
         assert found is not None  # for the type checker; see tuning_config
         return Candidate(ratio, warmup_rounds, *found, self.num_bytes, self.steps)
 
-    def forget(self) -> None:
-        if isinstance(rule := self.strategy.strategy, ServerRule):
-            forget(self.worker.client_states, rule.versions.run)
-
 
 def tune_warmup(
     config: RunConfig,
     grid: LocalGrid,
-    ratios: Sequence[float] = RATIOS,
+    ratios: Sequence[float],
     on_candidate: Callable[[Candidate], None] = lambda one: None,
 ) -> Tuning:
     """Train the shared warm-up and all branches; return what they came to.
@@ -205,5 +201,5 @@ def tune_warmup(
                 done.append(run.candidate(ratio, warmup, arrays))
                 on_candidate(done[-1])
         finally:
-            run.forget()
+            forget_clients(run.strategy, worker)
     return Tuning(tuple(reversed(done)), run.trained_steps, config.reads_text)

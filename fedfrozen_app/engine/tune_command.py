@@ -12,13 +12,12 @@ from rich.table import Table
 
 from fedfrozen_app.config import ConfigError, RunConfig
 from fedfrozen_app.engine.local_grid import LocalGrid
+from fedfrozen_app.engine.rounds import CLIENT_APP
 from fedfrozen_app.engine.tune import Candidate, Tuning, tune_warmup, tuning_config
 from fedfrozen_app.models.registry import model_spec
 from fedfrozen_app.models.weights import check_weights
 from fedfrozen_app.runs.summary import format_bytes
 from fedfrozen_app.training.worker import resident
-
-CLIENT_APP = "fedfrozen_app.client_app:app"
 
 
 def read_ratios(text: str) -> list[float]:

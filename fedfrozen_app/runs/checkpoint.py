@@ -22,6 +22,8 @@ from typing import Any
 import torch
 from flwr.supercore import log
 
+from fedfrozen_app.transport.client_files import sync
+
 FOLDER, STATE, CLIENTS, MANIFEST = "checkpoint", "state.pt", "clients", "manifest.json"
 KEPT = 2  # the last one, and the one before
 _ROUND = re.compile(r"0|[1-9][0-9]*")
@@ -62,17 +64,17 @@ def write_checkpoint(
     temporary = Path(tempfile.mkdtemp(dir=parent, prefix="."))
     try:
         torch.save(make(temporary / CLIENTS), temporary / STATE)
-        _sync(temporary / STATE)
+        sync(temporary / STATE)
         manifest = {"round": server_round, "sha256": _sha256(temporary / STATE)}
         (temporary / MANIFEST).write_text(json.dumps(manifest))
-        _sync(temporary / MANIFEST)
+        sync(temporary / MANIFEST)
         target = parent / str(server_round)
         shutil.rmtree(target, ignore_errors=True)  # a damaged one, before a resume
         os.replace(temporary, target)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     with contextlib.suppress(OSError):  # not every file system can do that to a folder
-        _sync(parent)
+        sync(parent)
     for old in sorted(rounds(run_folder))[:-KEPT]:
         shutil.rmtree(parent / str(old), ignore_errors=True)
 
@@ -117,12 +119,3 @@ def _remove_unfinished(parent: Path) -> None:
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _sync(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from fedfrozen_app.config import ConfigError
 from fedfrozen_app.runs.finished import is_finished, stored_config
-from fedfrozen_app.runs.store import NOT_OF_THE_RESULT, RoundMetrics, RunFolder
+from fedfrozen_app.runs.store import NOT_OF_THE_RESULT, RunFolder
 from fedfrozen_app.runs.sweep import LABELS_FILE
 from fedfrozen_app.runs.sweep_table import COLUMNS, SEED, read_result, result_row
 
@@ -116,13 +116,9 @@ def _tested(folder: RunFolder) -> dict[int, tuple[float, float]]:
     for line in folder.metrics():
         asked = line.clients + line.dropped
         spent += (line.bytes_up + line.bytes_down) / max(1, asked)
-        if (quality := _quality(line)) is not None:
-            found[line.round] = (spent, quality)
+        if (value := line.quality) is not None:
+            found[line.round] = (spent, value)
     return found
-
-
-def _quality(line: RoundMetrics) -> float | None:
-    return line.test_accuracy if line.test_perplexity is None else line.test_perplexity
 
 
 def draw_bandwidth(settings: Sequence[Setting], path: Path, panels: str = "") -> dict[str, Any]:

@@ -67,6 +67,11 @@ class RoundMetrics:
     validation_loss: float | None = None
     validation_accuracy: float | None = None
 
+    @property
+    def quality(self) -> float | None:
+        """The test's perplexity of a language model, its accuracy of any other."""
+        return self.test_accuracy if self.test_perplexity is None else self.test_perplexity
+
 
 @contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:

@@ -114,12 +114,12 @@ class StateFiles:
         os.close(handle)
         try:
             write_tensors(Path(temporary), tensors, about)
-            _sync(Path(temporary))
+            sync(Path(temporary))
             os.replace(temporary, path)
         finally:
             Path(temporary).unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # not every file system can do that to a folder
-            _sync(self._folder)
+            sync(self._folder)
 
     def _remove_unfinished(self) -> None:
         """Remove what processes that were killed have left."""
@@ -158,7 +158,7 @@ def run_folder(folder: Path, run: str) -> Path:
     return folder / run
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
     """Wait until a file, or the names in a folder, are on the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:

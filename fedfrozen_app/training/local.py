@@ -157,6 +157,7 @@ def train(
     latent: LatentTraining | None = None,
     optimizer: torch.optim.Optimizer | None = None,
     learning_rate: Callable[[int], float] | None = None,
+    forward: nn.Module | None = None,
 ) -> LocalResult:
     """Train the trainable parameters of ``model`` in place, with a fresh optimiser.
 
@@ -169,6 +170,9 @@ def train(
     Central training gives its own ``optimizer``, which goes on from call to call, and a
     ``learning_rate`` by step of the call (0, 1, ...). Clients give neither: SCAFFOLD and FedNova
     reckon with a fresh optimiser and one rate.
+
+    ``forward`` gives the logits of what the examples give, where that is not the model's own
+    input: its head, for examples given as features.
     """
     started = time.perf_counter()
     if len(examples) == 0:
@@ -190,7 +194,7 @@ def train(
                 for group in optimizer.param_groups:
                     group["lr"] = learning_rate(steps)
             x, y = examples.batch(positions, augmentation)
-            loss = cross_entropy(_logits(model, x, settings.precision), y)
+            loss = cross_entropy(_logits(forward or model, x, settings.precision), y)
             # No .item() here: on a GPU it would wait for every step.
             loss_sum += loss.detach() * len(y)
             for hook in hooks:

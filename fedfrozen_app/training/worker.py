@@ -5,18 +5,20 @@ from functools import lru_cache
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from fedfrozen_app.config import RunConfig
 from fedfrozen_app.data.cache import cache_root
 from fedfrozen_app.data.datasets import load_dataset
 from fedfrozen_app.data.partition import make_partition
 from fedfrozen_app.data.partitioners import Indices
-from fedfrozen_app.models.freeze import freeze_, unfreeze_
+from fedfrozen_app.models.freeze import freeze_, train_mode_, unfreeze_
 from fedfrozen_app.models.latent import LatentMapping, LatentTraining
 from fedfrozen_app.models.registry import create_model, model_spec
 from fedfrozen_app.models.selection import Selection
 from fedfrozen_app.models.weights import load_weights
 from fedfrozen_app.strategies.latent import LatentConfig
+from fedfrozen_app.training.features import Backbone, FeatureExamples, FeatureStore
 from fedfrozen_app.training.hooks import Hook
 from fedfrozen_app.training.local import (
     Examples,
@@ -61,6 +63,9 @@ class Worker:
         self._maps: dict[str, LatentMapping] = {}
         self._base: Mapping[str, torch.Tensor] = {}  # theta^pre of the latents
         self._latent: LatentTraining | None = None  # None: the weights themselves train
+        self._features = FeatureStore()
+        self._features_of = ""  # the digest of the frozen block they come from
+        self._backbone: Backbone | None = None
 
     def _examples(self, split: str, rows: Indices) -> Examples:
         return self.dataset.examples(split, rows, self.spec, self.device)
@@ -181,33 +186,61 @@ class Worker:
                 f"partition-id {partition_id} is not one of the {len(self.partition.clients)} "
                 "partitions; num-clients and the nodes' partition ids must agree"
             )
+        examples, forward = self._as_features(
+            partition_id,
+            self._examples("train", self.partition.clients[partition_id]),
+            varied=self.dataset.augment != "none",
+        )
         return train(
             self.model,
-            self._examples("train", self.partition.clients[partition_id]),
+            examples,
             local_work(self.config, server_round, partition_id, latent=self._latent is not None),
             seed=self.config.seed,
             server_round=server_round,
             partition_id=partition_id,
             hooks=hooks,
             latent=self._latent,
+            forward=forward,
         )
+
+    def _as_features(
+        self, key: int | str, examples: Examples, *, varied: bool = False
+    ) -> tuple[Examples, nn.Module]:
+        """Return examples as features of a backbone that does not train, and the head for them.
+
+        Where there is no such backbone, or examples are ``varied`` from pass to pass, return
+        them as they are, and the model. ``key`` names them within the run.
+        """
+        if not self.digest or self._latent is not None or varied or len(examples) == 0:
+            return examples, self.model
+        if self._features_of != self.digest:
+            self._features.clear()
+            train_mode_(self.model)
+            self._backbone = Backbone.of(self.model, examples.batch(torch.zeros(1).long(), None)[0])
+            self._features_of = self.digest
+        if (backbone := self._backbone) is None:
+            return examples, self.model
+        bf16 = self.config.precision == "bf16"
+        kept = self._features.get(key, lambda: FeatureExamples(examples, backbone, bf16))
+        return kept, backbone.head
 
     def test(self) -> tuple[float, float]:
         """Return mean loss and accuracy of the loaded model on the global test set.
 
         For text both are per token: exp(loss) is the perplexity.
         """
-        return self._evaluate(self._test_examples)
+        return self._evaluate("test", self._test_examples)
 
     def validate(self) -> tuple[float, float] | None:
         """Return what :meth:`test` does, on the validation share; None where there is none."""
         examples = self._validation_examples
-        return self._evaluate(examples) if len(examples) else None
+        return self._evaluate("validation", examples) if len(examples) else None
 
-    def _evaluate(self, examples: Examples) -> tuple[float, float]:
+    def _evaluate(self, key: str, examples: Examples) -> tuple[float, float]:
+        shown, model = self._as_features(key, examples)
         return evaluate(
-            self.model,
-            examples,
+            model,
+            shown,
             batch_size=evaluation_batch_size(self.config),
             precision=self.config.precision,
         )

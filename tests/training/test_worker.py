@@ -116,6 +116,21 @@ def test_testing_the_whole_model_forgets_a_block_it_overwrites(
     assert worker.digest == ""
 
 
+def test_features_of_one_frozen_block_are_not_used_for_another(
+    config: RunConfig, worker: Worker, start: dict[str, torch.Tensor]
+) -> None:
+    later = {name: tensor + 0.01 for name, tensor in start.items()}
+    for arrays, key in ((start, "one"), (later, "two")):
+        worker.load(payload(arrays, "head", key=key))
+        worker.train(0, 1)
+        tested = worker.test()
+    fresh = Worker(config)
+    fresh.load(payload(later, "head", key="two"))
+    fresh.train(0, 1)
+    assert equal(worker.active(), fresh.active())
+    assert tested == fresh.test()
+
+
 def test_a_partition_that_does_not_exist_is_named(worker: Worker) -> None:
     with pytest.raises(ValueError, match="partition-id 3 is not one of the 3 partitions"):
         worker.train(3, 1)

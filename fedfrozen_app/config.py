@@ -30,6 +30,7 @@ from fedfrozen_app.config_rules import (
     TEXT_DATASETS,
     contradictions,
 )
+from fedfrozen_app.norm_limit import read_limit
 from fedfrozen_app.transport.codec_name import read_codec_name
 
 ConfigValue = str | int | float | bool
@@ -177,7 +178,24 @@ class RunConfig(BaseModel):
     rounds: int = Field(12, ge=1, description="communication rounds")
     fraction_train: float = Field(1.0, gt=0, le=1, description="share of clients sampled a round")
     min_replies: float = Field(
-        0.5, ge=0, le=1, description="share of the cohort that must reply usably, or the run stops"
+        0.5,
+        ge=0,
+        le=1,
+        description="share of the cohort that must reply usably for a round to count",
+    )
+    round_retries: int = Field(
+        2,
+        ge=0,
+        description="how often a round with fewer replies is tried again, with a fresh cohort, "
+        "before the run stops",
+    )
+    max_update_norm: str = Field(
+        "none",
+        description="bound on the norm of a client's update: a number such as 5.0, or 10x for ten "
+        "times the median of the round before; none = no bound",
+    )
+    oversized_updates: Literal["refuse", "clip"] = Field(
+        "refuse", description="what happens to an update beyond max-update-norm"
     )
     round_timeout: float = Field(
         3600.0, gt=0, description="seconds to wait for a round's replies (Flower runtime)"
@@ -345,6 +363,13 @@ class RunConfig(BaseModel):
         """Refuse what names no codec."""
         read_codec_name(value)
         return value
+
+    @field_validator("max_update_norm", mode="before")
+    @classmethod
+    def _norm_limit(cls, value: Any) -> str:
+        """Take a number as well as its text."""
+        read_limit(str(value))
+        return str(value)
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:

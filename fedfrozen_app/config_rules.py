@@ -105,6 +105,11 @@ def _rule_problems(config: "RunConfig") -> Iterable[str]:
             f"latent-rank must be <= latent-dim={config.latent_dim}, got {config.latent_rank}; "
             "lower the rank or raise the dimension"
         )
+    if config.oversized_updates != "refuse" and config.max_update_norm == "none":
+        yield (
+            f"oversized-updates={config.oversized_updates} has no effect with "
+            "max-update-norm=none; set max-update-norm, for example to 10x"
+        )
     if -1 < config.proximal_mu < 0:
         yield (
             f"proximal-mu must be >= 0 or -1 for auto, got {config.proximal_mu}; use 0 for FedAvg"

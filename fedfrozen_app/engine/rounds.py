@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterable
-from logging import ERROR, INFO
+from logging import ERROR, INFO, WARNING
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from fedfrozen_app.runs.checkpoint import (
     write_checkpoint,
 )
 from fedfrozen_app.runs.store import RoundMetrics, RunFolder, check_free
-from fedfrozen_app.strategies import FedFrozen, FreezeSchedule
+from fedfrozen_app.strategies import FedFrozen, FreezeSchedule, QuorumError
 from fedfrozen_app.strategies.base import ServerRule
 from fedfrozen_app.strategies.latent import FedFrozenLatent, LatentConfig
 from fedfrozen_app.strategies.rules import build_rule
@@ -53,6 +53,8 @@ def build_strategy(config: RunConfig, worker: Worker) -> FedFrozen:
         buffers=worker.buffers,
         compression=config.compression,
         broadcast=config.broadcast,
+        max_update_norm=config.max_update_norm,
+        oversized_updates=config.oversized_updates,
         fraction_train=config.fraction_train,
         min_train_nodes=1,
         min_available_nodes=1,
@@ -176,22 +178,40 @@ class Federation:
         """Send the model out, aggregate the replies, return the next model."""
         return self._train(server_round, arrays, self._messages(server_round, arrays))
 
-    def _messages(self, server_round: int, arrays: ArrayRecord) -> list[Message]:
+    @property
+    def _rule(self) -> ServerRule[Any, Any]:
+        rule = self.strategy.strategy
+        assert isinstance(rule, ServerRule)  # for the type checker; see build_strategy
+        return rule
+
+    def _messages(self, server_round: int, arrays: ArrayRecord, attempt: int = 0) -> list[Message]:
+        self._rule.attempt = attempt
         made = self.strategy.configure_train(server_round, arrays, ConfigRecord(), self.grid)
         return list(made)
 
     def _train(
         self, server_round: int, arrays: ArrayRecord, messages: list[Message]
     ) -> ArrayRecord:
-        return finish_round(self.strategy, self.grid, server_round, arrays, messages)
+        """Finish a round; with too few replies, try again with a fresh cohort, not for ever."""
+        attempt, retries = 0, self.config.round_retries
+        while True:
+            try:
+                return finish_round(self.strategy, self.grid, server_round, arrays, messages)
+            except QuorumError as error:
+                attempt += 1
+                if attempt > retries or error.diverges:
+                    raise
+                log(WARNING, "%s; trying again, %d of %d", error, attempt, retries)
+                messages = self._messages(server_round, arrays, attempt)
+                if reason := self._beyond_budget(server_round, messages):
+                    raise QuorumError(f"{error}; {reason}") from error
 
     def _beyond_budget(self, server_round: int, messages: list[Message]) -> str | None:
         """Return which client a round would take beyond ``byte-budget``, None if none."""
-        budget, rule = self.config.byte_budget, self.strategy.strategy
-        assert isinstance(rule, ServerRule)  # for the type checker; see build_strategy
+        budget = self.config.byte_budget
         for message in messages if budget else ():
             client = client_of(message, message.metadata.dst_node_id)
-            needed = payload_bytes(message.content) + rule.reply_bytes
+            needed = payload_bytes(message.content) + self._rule.reply_bytes
             if (spent := self.grid.spent[client]) + needed > budget:
                 return (
                     f"byte-budget={budget}: client {client} has spent {spent} bytes and round "
@@ -226,6 +246,7 @@ class Federation:
             identity_error=self._identity_error(server_round),
             validation_loss=validation[0],
             validation_accuracy=validation[1],
+            attempts=self._rule.attempt + 1,
         )
         self.folder.append(metrics)
         on_round(metrics)

@@ -66,6 +66,7 @@ class RoundMetrics:
     identity_error: float | None = None
     validation_loss: float | None = None
     validation_accuracy: float | None = None
+    attempts: int = 1  # cohorts that were asked; bytes count all, the rest the last
 
     @property
     def quality(self) -> float | None:

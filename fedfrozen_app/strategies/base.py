@@ -28,6 +28,7 @@ from fedfrozen_app.models.reselect import reselect
 from fedfrozen_app.models.selection import Selection
 from fedfrozen_app.strategies.buffers import BufferMean, trained
 from fedfrozen_app.strategies.mean import Tensors
+from fedfrozen_app.strategies.norm_bound import NormBound
 from fedfrozen_app.strategies.replies import (
     Decode,
     RoundReport,
@@ -139,6 +140,8 @@ class ServerRule(FlowerFedAvg, Generic[C, S]):
         Codec of uploads: ``none``, ``int8``, ``int4``, ``topk:F`` or ``powersgd:R``.
     broadcast : str
         Codec of what is sent out: ``none``, ``int8`` or ``int4``.
+    max_update_norm, oversized_updates : str
+        Bound on the norm of an update and what happens to a longer one; see :mod:`.norm_bound`.
     **options : Any
         The fields of the rule's config, and arguments of
         ``flwr.serverapp.strategy.FedAvg``.
@@ -158,6 +161,8 @@ class ServerRule(FlowerFedAvg, Generic[C, S]):
         buffers: Collection[str] = (),
         compression: str = "none",
         broadcast: str = "none",
+        max_update_norm: str = "none",
+        oversized_updates: str = "refuse",
         **options: Any,
     ) -> None:
         own = [f.name for f in fields(self.config_type) if f.name in options]
@@ -167,12 +172,14 @@ class ServerRule(FlowerFedAvg, Generic[C, S]):
         self.seed = seed
         self.buffers = frozenset(buffers)
         self.codecs = Codecs(compression, broadcast, seed, self.buffers)
+        self.norm_bound = NormBound(max_update_norm, oversized_updates)
         self.members = members or NodesAsTheyCome()
         self.min_replies = min_replies
         self.report = RoundReport()
         self.state: S = self.state_type()
         self.versions = ClientVersions()  # of what clients keep for this run
         self.num_members = 0  # clients there are in the round
+        self.attempt = 0  # at the round; each has a cohort of its own
         self._selected = ALL  # what the names and shapes of the state belong to
         self.watch: Callable[[Tensors], None] | None = None  # is shown every accepted y_i
         self._grid: Grid | None = None
@@ -229,6 +236,8 @@ class ServerRule(FlowerFedAvg, Generic[C, S]):
     # --- state ------------------------------------------------------------------------
     def select(self, selection: Selection) -> None:
         """Follow a new selection: drop the state of what left, start what came at zero."""
+        if selection.spec != self._selected:
+            self.norm_bound.forget()
         self.state = self.state.follow(self._selected, selection)
         self._selected = selection.spec
         self.versions.select(selection.spec)
@@ -236,6 +245,7 @@ class ServerRule(FlowerFedAvg, Generic[C, S]):
     def forget_moments(self) -> None:
         """Begin afresh: what is averaged from now on has nothing to do with what was."""
         self.state = self.state_type()
+        self.norm_bound.forget()
 
     def state_dict(self) -> dict[str, Any]:
         """Return what crosses rounds beside the model: the moments by field and name."""
@@ -244,6 +254,7 @@ class ServerRule(FlowerFedAvg, Generic[C, S]):
             "rule": type(self).__name__,
             "selection": self._selected,
             "moments": moments,
+            "update_norms": self.norm_bound.state_dict(),
             **self.versions.state_dict(),
         }
 
@@ -256,6 +267,7 @@ class ServerRule(FlowerFedAvg, Generic[C, S]):
             )
         self.state = self.state_type(**state["moments"])
         self._selected = state["selection"]
+        self.norm_bound.load_state_dict(state["update_norms"])
         self.versions.load_state_dict(state)
 
     # --- down -------------------------------------------------------------------------
@@ -275,7 +287,12 @@ class ServerRule(FlowerFedAvg, Generic[C, S]):
             return []
         members = self.members(grid, max(self.min_available_nodes, minimum))
         cohort = sample_cohort(
-            members, fraction, minimum, seed=self.seed, server_round=server_round
+            members,
+            fraction,
+            minimum,
+            seed=self.seed,
+            server_round=server_round,
+            attempt=self.attempt,
         )
         log(INFO, "%s: sampled %d of %d clients", kind, len(cohort), len(members))
         messages = []
@@ -305,11 +322,23 @@ class ServerRule(FlowerFedAvg, Generic[C, S]):
         sent = to_record({**to_tensors(wire), **extra}) if extra else wire
         said = ConfigRecord({**config, **codecs.instructions(whole)})
         self._global = whole
-        self._decode = None if codecs.up is None else partial(codecs.receive, x=whole)
+        self._decode = self._receive(whole)
         self._expected = {**codecs.expected(whole), **layout_of_tensors(extra)}
         self._sent = list(self._messages(server_round, sent, said, grid, MessageType.TRAIN))
         self.report = RoundReport(cohort=len(self._sent))
         return list(self._sent)
+
+    def _receive(self, x: Tensors) -> Decode | None:
+        """Return what makes of a reply's arrays those that may enter the model."""
+        decode: Decode | None = None
+        if self.codecs.up is not None:
+            decode = partial(self.codecs.receive, x=x)
+        if not self.norm_bound.is_on:
+            return decode
+        self.norm_bound.begin()
+        return lambda arrays: self.norm_bound.checked(
+            arrays if decode is None else decode(arrays), x, self.buffers
+        )
 
     def _encoded(self, arrays: ArrayRecord) -> tuple[ArrayRecord, Tensors]:
         """Return what is sent of a model, and what clients make of it."""
@@ -384,6 +413,7 @@ class ServerRule(FlowerFedAvg, Generic[C, S]):
         arrays = {name: entries[name].to(tensor.dtype) for name, tensor in sent.items()}
         self._check_finite(arrays, server_round)
         self.state = replace(following, x={})
+        self.norm_bound.accept()
         if self.keeps_on_clients:
             self.versions.accept(clients)
         contents = [RecordDict({"metrics": metrics}) for metrics in self.report.metrics]

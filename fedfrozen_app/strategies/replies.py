@@ -13,6 +13,7 @@ from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 from flwr.supercore import log
 
+from fedfrozen_app.strategies.norm_bound import ImplausibleError
 from fedfrozen_app.transport.arrays import to_record, to_tensors
 from fedfrozen_app.transport.codec import PACKED, Layout
 from fedfrozen_app.transport.payload import (
@@ -82,7 +83,14 @@ def _number(key: str) -> Callable[[MetricRecord], float]:
 
 
 class QuorumError(RuntimeError):
-    """Too few usable replies to go on with."""
+    """Too few usable replies to go on with.
+
+    ``diverges`` says that some were not finite, which another cohort would not change.
+    """
+
+    def __init__(self, message: str, *, diverges: bool = False) -> None:
+        super().__init__(message)
+        self.diverges = diverges
 
 
 class UnfitClientsError(ValueError):
@@ -206,6 +214,8 @@ def _decode(reply: Message, decode: Decode) -> str | None:
     name, record = first_arrays(reply.content)
     try:
         arrays = decode(to_tensors(record))
+    except ImplausibleError as error:
+        return str(error)
     except ValueError as error:
         return f"cannot be decoded: {error}"
     reply.content = RecordDict({**reply.content, name: to_record(arrays)})
@@ -284,9 +294,11 @@ def check_quorum(report: RoundReport, min_replies: float, server_round: int) -> 
         return
     unheard = report.cohort - report.clients - len(report.refused)
     reasons = report.refused[:3] + ([f"{unheard} gave no reply"] if unheard > 0 else [])
-    if any(NON_FINITE in reason for reason in report.refused):
+    diverges = any(NON_FINITE in reason for reason in report.refused)
+    if diverges:
         reasons.append("training diverges: lower lr or set clip-norm")
     raise QuorumError(
         f"round {server_round}: {report.clients} of {report.cohort} replies are usable, "
-        f"{needed} are required (min-replies={min_replies}); " + "; ".join(reasons)
+        f"{needed} are required (min-replies={min_replies}); " + "; ".join(reasons),
+        diverges=diverges,
     )

@@ -55,15 +55,22 @@ class NodesAsTheyCome:
 
 
 def sample_cohort(
-    clients: Iterable[int], fraction: float, minimum: int, *, seed: int, server_round: int
+    clients: Iterable[int],
+    fraction: float,
+    minimum: int,
+    *,
+    seed: int,
+    server_round: int,
+    attempt: int = 0,
 ) -> list[int]:
     """Return the sorted client ids of a round, drawn without replacement.
 
     The cohort has ``max(floor(fraction * N), minimum)`` of the N clients, as in Flower's
-    FedAvg, and at most N.
+    FedAvg, and at most N. A further ``attempt`` at a round draws afresh.
     """
     everyone = sorted(clients)
     # 0.29 * 100 is 28.999...: a fraction of whole clients must not lose one to rounding
     size = min(len(everyone), max(int(len(everyone) * fraction + 1e-9), minimum))
-    generator = numpy_generator(seed, "cohort", server_round)
+    retried = (attempt,) if attempt else ()
+    generator = numpy_generator(seed, "cohort", server_round, *retried)
     return sorted(int(client) for client in generator.choice(everyone, size, replace=False))

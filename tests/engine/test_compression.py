@@ -14,6 +14,7 @@ from fedfrozen_app.cli import app
 from fedfrozen_app.engine.flower import run_with_flower
 from fedfrozen_app.models.selection import Selection
 from fedfrozen_app.runs.store import RunFolder
+from fedfrozen_app.training.worker import resident
 from fedfrozen_app.transport.codec import layout_of_tensors
 from fedfrozen_app.transport.compression import parse_codec, payload_bytes
 from tests.engine.run import Run, equal, small_config
@@ -137,3 +138,24 @@ def test_flowers_own_runtime_has_the_same_model(tmp_path: Path, cache: str) -> N
     assert equal(safetensors.torch.load_file(path / "model.safetensors"), here.model)
     sent = [(line.bytes_up, line.bytes_down) for line in RunFolder(path).metrics()]
     assert sent == [(line.bytes_up, line.bytes_down) for line in here.metrics]
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"strategy": "scaffold", "compression": "topk:0.1", **FREEZE},
+        {"strategy": "latent", "latent_bits": 4, "warmup_rounds": 1},
+    ],
+)
+def test_a_bound_on_updates_acts_on_what_uploads_stand_for(
+    tmp_path: Path, cache: str, keys: dict[str, Any]
+) -> None:
+    plain = Run(tmp_path, cache, **keys, **QUICK)
+    far = Run(tmp_path, cache, max_update_norm="1e9", **keys, **QUICK)
+    assert equal(plain.model, far.model) and plain.comparable() == far.comparable()
+    near = Run(tmp_path, cache, max_update_norm="1e-3", oversized_updates="clip", **keys, **QUICK)
+    start = resident(near.config).initial_weights()
+    assert near.metrics[1].clients == 3
+    squares = sum(float((near.model[n] - start[n]).square().sum()) for n in start)
+    if keys["strategy"] == "scaffold":  # three rounds of at most 1e-3, server-lr 1
+        assert 0 < squares**0.5 <= 3.001e-3

@@ -1,6 +1,7 @@
 """The whole app on the bundled digits, in this process: the laws hold for real models."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -185,6 +186,62 @@ def test_a_run_below_the_quorum_stops_with_everything_saved(
     monkeypatch.undo()
     whole = Run(tmp_path, cache, rounds=1, warmup_rounds=1, frozen="query-key")
     assert equal(saved, whole.model)
+
+
+class Failing:
+    """Local training that fails while ``broken`` of (round, its call in that round) holds."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, broken: Callable[[int, int], bool]) -> None:
+        from fedfrozen_app.training import worker as module
+
+        self.asked: dict[int, list[int]] = {}
+        real = module.Worker.train
+
+        def train(worker: Any, partition_id: int, server_round: int, *rest: Any) -> Any:
+            asked = self.asked.setdefault(server_round, [])
+            asked.append(partition_id)
+            if broken(server_round, len(asked)):
+                raise RuntimeError("no power")
+            return real(worker, partition_id, server_round, *rest)
+
+        monkeypatch.setattr(module.Worker, "train", train)
+
+
+QUICK: dict[str, Any] = {
+    "num_clients": 7, "fraction_train": 0.3, "rounds": 3, "local_steps": 1, "min_replies": 1.0,
+    "warmup_rounds": 2, "strategy": "scaffold", "frozen": "query-key",
+}  # fmt: skip
+
+
+def test_a_round_below_the_quorum_is_tried_again_with_a_fresh_cohort(
+    tmp_path: Path, cache: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failing = Failing(monkeypatch, lambda server_round, call: server_round == 2 and call in (1, 4))
+    run = Run(tmp_path, cache, **QUICK)
+    first, second, third = (failing.asked[2][i : i + 2] for i in (0, 2, 4))
+    assert first != second != third  # of 21 pairs
+    assert [line.attempts for line in run.metrics] == [1, 1, 3, 1]
+    assert [line.clients for line in run.metrics] == [0, 2, 2, 2]
+    full, retried, frozen = (line.bytes_down for line in run.metrics[1:])
+    assert retried == 3 * full > frozen  # all that was sent is counted
+    # two of the six never answered, whatever they had trained
+    assert run.metrics[2].bytes_up == 2 * run.metrics[1].bytes_up
+    assert len(failing.asked[2]) == 6 and len(failing.asked[3]) == 2
+
+
+def test_a_round_is_not_tried_again_for_ever_nor_where_training_diverges(
+    tmp_path: Path, cache: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        failing = Failing(patched, lambda server_round, call: server_round == 2)
+        with pytest.raises(QuorumError, match="round 2: 0 of 2 replies"):
+            Run(tmp_path, cache, run_name="dead", round_retries=1, **QUICK)
+        assert len(failing.asked[2]) == 4
+    assert [line.round for line in RunFolder(tmp_path / "dead").metrics()] == [0, 1]
+    failing = Failing(monkeypatch, lambda server_round, call: False)
+    with pytest.raises(QuorumError, match="training diverges"):
+        Run(tmp_path, cache, run_name="high", lr=1e30, **{**QUICK, "local_steps": 3})
+    assert all(len(asked) == 2 for asked in failing.asked.values())
 
 
 def test_an_existing_run_is_never_overwritten(

@@ -328,10 +328,11 @@ def run_federation(config: RunConfig, grid: Grid, on_round: OnRound) -> RunFolde
     """
     worker, strategy = prepare(config)
     if not config.resume:
-        arrays = initial_model(worker, strategy)
+        start = [initial_model(worker, strategy)]
         folder = RunFolder.create(config)
         folder.write_partition(partition_report(worker.partition, worker.dataset))
-        Federation(config, grid, worker, strategy, folder).run(arrays, on_round)
+        # popped, or the first model would stay in memory until the run ends
+        Federation(config, grid, worker, strategy, folder).run(start.pop(), on_round)
         return folder
     return _resume(config, grid, worker, strategy, on_round)
 
@@ -349,9 +350,10 @@ def _resume(
     folder.go_back_to(done)
     folder.write_partition(partition_report(worker.partition, worker.dataset))
     if checkpoint is None:
-        arrays = initial_model(worker, strategy)
+        start = [initial_model(worker, strategy)]
     else:
         log(INFO, "going on after round %d", done)
-        arrays = federation.restore(checkpoint)
-    federation.run(arrays, on_round, first=done + 1)
+        start = [federation.restore(checkpoint)]
+        del checkpoint
+    federation.run(start.pop(), on_round, first=done + 1)
     return folder

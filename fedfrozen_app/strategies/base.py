@@ -8,7 +8,6 @@ number of clients. Rules see the trained entries only, whole models or the activ
 one; buffers are put together here, by the policy of :mod:`.buffers`.
 """
 
-import itertools
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -111,6 +110,12 @@ def check_number(
     low = f"> {above:g}" if above > -math.inf else f">= {least:g}"
     rule = f"in [{least:g}, {below:g})" if below < math.inf else low
     raise ValueError(f"{name} must be {rule}, got {value!r}; {remedy}")
+
+
+def _chained(first: list[Update], others: Iterator[Update]) -> Iterator[Update]:
+    """Yield the one update of a list, emptied then, and the others; itertools.chain keeps it."""
+    yield first.pop()
+    yield from others
 
 
 class DivergedError(RuntimeError):
@@ -394,9 +399,9 @@ class ServerRule(FlowerFedAvg, Generic[C, S]):
         following: S | None = None
         if first is not None:
             x = {name: wide(tensor) for name, tensor in trained(self._global, self.buffers).items()}
-            stream = itertools.chain([first], updates)
+            held = [first]
             del first  # one reply at a time is held, this one too
-            following = self.aggregate(replace(self.state, x=x), stream)
+            following = self.aggregate(replace(self.state, x=x), _chained(held, updates))
         # they hold the old model
         sent, self._sent, self._global, self._decode = self._global, [], {}, None
         check_quorum(self.report, self.min_replies, server_round)
@@ -436,14 +441,17 @@ class ServerRule(FlowerFedAvg, Generic[C, S]):
     ) -> Iterator[Update]:
         """Yield the trained entries of each reply; note its client, take in its buffers."""
         for reply in replies:
-            _, record = first_arrays(reply.content)
+            content = reply.content
+            reply.content = RecordDict()  # whoever still holds the message holds no model
+            _, record = first_arrays(content)
             entries, extra = from_namespaces(to_tensors(record))
-            metrics = next(iter(reply.content.metric_records.values()))
+            metrics = next(iter(content.metric_records.values()))
             weight = float(metrics[self.weighted_by_key])  # type: ignore[arg-type]
             clients.append(client_of_reply(reply))
             buffers.add(entries, weight)
             arrays = {name: wide(tensor) for name, tensor in trained(entries, self.buffers).items()}
             if self.watch is not None:
                 self.watch(arrays)
-            del entries, record
+            del content, entries, record
             yield Update(clients[-1], weight, arrays, metrics, extra)
+            del arrays, extra  # before the next client trains

@@ -27,6 +27,7 @@ def weighted_mean(updates: Iterable[Update], *, uniform: bool = False) -> Tensor
     mean = Mean()
     for update in updates:
         mean.add(update.arrays, 1.0 if uniform else update.num_examples)
+        del update  # let go of it before the next client trains
     return mean.value
 
 

@@ -58,6 +58,7 @@ def aggregate(state: State, updates: Iterator[Update], config: FedNovaConfig) ->
         direction.add(normalised, update.num_examples)
         effective += update.num_examples * a_norm
         total += update.num_examples
+        del update, normalised  # before the next client trains
     tau_eff = effective / total
     return replace(
         state, x={name: x - tau_eff * direction.value[name] for name, x in state.x.items()}

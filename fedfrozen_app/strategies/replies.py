@@ -34,6 +34,7 @@ MODS_OUTSIDE = (
     "; mods that look at arrays come after active_entries: "
     "ClientApp(mods=[active_entries(), fixedclipping_mod])"
 )
+LONGEST_REASON = 400  # characters
 MAX_COUNT = 10**7  # of what a client says it counted
 ANSI_STYLE = re.compile(r"\x1b\[[0-9;]*m")
 Decode = Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
@@ -260,7 +261,7 @@ def accepted(
         if decode is not None:
             reason = reason or _decode(reply, decode)
         if reason:
-            report.refused.append(f"client {client(reply)}: {reason}")
+            report.refused.append(f"client {client(reply)}: {_one_line(reason)}")
             report.unfit += [unfit] if (unfit := unfitness(reply)) else []
             log(WARNING, "round %d: reply of %s dropped", server_round, report.refused[-1])
             continue
@@ -269,6 +270,12 @@ def accepted(
         report.weights.append(float(metrics[weight_key]))  # type: ignore[arg-type]
         report.metrics.append(metrics)
         yield reply
+
+
+def _one_line(reason: str) -> str:
+    """Return what may hold anything a client sent as one short line of a log."""
+    line = "".join(c if c.isprintable() else " " for c in reason)
+    return line if len(line) <= LONGEST_REASON else line[: LONGEST_REASON - 3] + "..."
 
 
 def check_share(min_replies: float) -> None:

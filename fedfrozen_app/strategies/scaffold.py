@@ -69,6 +69,7 @@ def aggregate(
         y.add(update.arrays)
         delta_c.add(update.extra.get(CONTROL, {}))  # none where only buffers are active
         replied += 1
+        del update  # before the next client trains
     share = replied / config.num_clients
     return ScaffoldState(
         x={name: x + eta * (y.value[name] - x) for name, x in state.x.items()},

@@ -29,6 +29,7 @@ from fedfrozen_app.training.local import (
     resolve_device,
     train,
 )
+from fedfrozen_app.training.memory import keep_freed_memory
 from fedfrozen_app.training.pretrain import base_weights
 from fedfrozen_app.transport.frozen_cache import FrozenCache
 from fedfrozen_app.transport.payload import LATENT, Payload
@@ -45,6 +46,7 @@ class Worker:
 
     def __init__(self, config: RunConfig) -> None:
         torch.set_num_threads(config.resolved_threads)
+        keep_freed_memory()
         self.config = config
         self.device = resolve_device(config.device)
         self.spec = model_spec(config)

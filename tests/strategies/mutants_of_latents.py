@@ -248,15 +248,15 @@ LATENTS: list[tuple[str, ...]] = [
     (
         "Adam without weight decay",
         LOOP,
-        "torch.optim.Adam(params, lr=lr, weight_decay=weight_decay, foreach=True)",
-        "torch.optim.Adam(params, lr=lr, foreach=True)",
+        "kind(params, lr=lr, weight_decay=weight_decay, fused=True)",
+        "kind(params, lr=lr, fused=True)",
         LOOP_TESTS,
     ),
     (
         "Adam's decay is decoupled",
         LOOP,
-        "torch.optim.Adam(params, lr=lr, weight_decay=weight_decay, foreach=True)",
-        "torch.optim.AdamW(params, lr=lr, weight_decay=weight_decay, foreach=True)",
+        'torch.optim.AdamW if settings.optimizer == "adamw" else torch.optim.Adam',
+        "torch.optim.AdamW",
         LOOP_TESTS,
     ),
     (

@@ -16,7 +16,13 @@ from fedfrozen_app.models.latent import LatentMapping, LatentTraining
 from fedfrozen_app.models.selection import Selection
 from fedfrozen_app.seeds import derive_seed, torch_generator
 from fedfrozen_app.training.hooks import Hook
-from fedfrozen_app.training.local import LocalTraining, evaluate, resolve_device, train
+from fedfrozen_app.training.local import (
+    LocalTraining,
+    evaluate,
+    make_optimizer,
+    resolve_device,
+    train,
+)
 
 WHERE = {"seed": 3, "server_round": 5, "partition_id": 7}
 
@@ -143,7 +149,7 @@ def test_a_gradient_inside_the_bound_is_not_clipped():
         ),
         (
             LocalTraining(optimizer="adamw", lr=0.01, weight_decay=0.1),
-            lambda p: torch.optim.AdamW(p, 0.01, weight_decay=0.1),
+            lambda p: torch.optim.AdamW(p, 0.01, weight_decay=0.1, fused=True),
         ),
         (
             LocalTraining(lr=0.05, clip_norm=0.5),
@@ -160,6 +166,34 @@ def test_training_equals_a_plain_loop_bit_for_bit(settings, optimizer):
     )
     assert same(trained(settings), expected)
     assert not same(expected, weights(vit()))
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "adamw"])
+def test_adam_in_one_pass_is_adam_parameter_by_parameter_to_rounding(optimizer):
+    kind = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[optimizer]
+    reference, start = vit(), weights(vit())
+    plain = kind(reference.parameters(), 0.01, weight_decay=0.1, foreach=False)
+    expected = plain_loop(reference, plain, images(), 3, 7, 0.0)
+    found = trained(
+        LocalTraining(optimizer=optimizer, lr=0.01, weight_decay=0.1, epochs=3, batch_size=7)
+    )
+    for name, tensor in expected.items():
+        moved = (tensor - start[name]).norm()
+        assert (found[name] - tensor).norm() <= 1e-3 * moved, name
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam", "adamw"])
+def test_a_parameter_of_columns_moves_alone(optimizer):
+    whole = torch.randn(8, 12, generator=torch_generator(1, "columns"))
+    beside = whole.clone()
+    param = nn.Parameter(whole[:, 3:8])
+    settings = LocalTraining(optimizer=optimizer, lr=0.1)
+    step = make_optimizer([param], settings)
+    param.grad = torch.ones(8, 5)
+    step.step()
+    assert torch.equal(whole[:, :3], beside[:, :3]) and torch.equal(whole[:, 8:], beside[:, 8:])
+    # one step of Adam is lr long, whatever the gradient's size, and so is SGD's along ones
+    assert torch.allclose(whole[:, 3:8], beside[:, 3:8] - 0.1, atol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ Down, the mod decodes what a message brings, adds the frozen block that the clie
 hands on the whole state dict in the library's order. A client without the block says so and is
 sent it in the same round. Up, it takes the active entries out of the whole state dict that the
 handler returns, and encodes them where the strategy asks for that. Train and evaluate messages
-alike; before the freeze, and without codecs, messages pass as they are.
+alike; before the freeze, and without codecs, models pass as they are.
 
 Frozen rows that a handler trains all the same are dropped on the way back, and training them
 was work for nothing. One line before the optimiser is made ends that:
@@ -35,6 +35,7 @@ from fedfrozen_app.transport.frozen_cache import (
 )
 from fedfrozen_app.transport.order import whole_shapes
 from fedfrozen_app.transport.payload import (
+    CLIENT_APP,
     FREEZE,
     FROZEN,
     LATENT_MAPPING,
@@ -57,6 +58,11 @@ WASTED = (
     "active_entries: %d frozen entries came back changed, first %r; they are set back. If the "
     "handler trains them, that is work for nothing: call freeze_(model, selection_of(message)) "
     "before the optimiser is made. If a mod after active_entries adds noise, all is well"
+)
+NO_FEDFROZEN = (
+    "active_entries: the message is no FedFrozen's, so nothing freezes and the mod does nothing; "
+    "wrap the server's strategy, fedfrozen_app.strategies.FedFrozen(strategy=..., "
+    'warmup_rounds=..., frozen="query-key"), or take active_entries() out of ClientApp'
 )
 VALUE_L2_IGNORED = (
     "active_entries: the strategy asks for value_l2=%g in the loss, which a mod cannot add; add "
@@ -108,7 +114,7 @@ def selection_of(message: Message) -> Selection:
     config = first_config(message)
     if ORDER in config or FROZEN in message.content.array_records:
         raise ValueError(
-            "the message has active entries only; put active_entries() into ClientApp(mods=[...])"
+            f"no active_entries() has opened the message of FedFrozen; make it {CLIENT_APP}"
         )
     return Selection.build(freeze_of(config)[0], first_arrays(message.content)[1])
 
@@ -147,8 +153,11 @@ class ActiveEntries:
         config = first_config(message)
         if reason := _impossible(message, config):
             return Message(Error(ErrorCode.MOD_FAILED_PRECONDITION, reason), reply_to=message)
+        train = message.metadata.message_type.partition(".")[0] == MessageType.TRAIN
         if FREEZE not in config and CODECS not in config:
-            return call_next(message, context)
+            if train and FROZEN not in message.content.array_records:
+                _warn_once(context, "no-fedfrozen", NO_FEDFROZEN)
+            return call_next(_without_block(message), context)
         try:
             opened = self._open(message)
         except MissingFrozenBlock as missing:
@@ -156,7 +165,6 @@ class ActiveEntries:
         if opened.payload.value_l2 > 0:
             _warn_once(context, "value-l2", VALUE_L2_IGNORED, opened.payload.value_l2)
         reply = call_next(_shown(message, opened.whole), context)
-        train = message.metadata.message_type.partition(".")[0] == MessageType.TRAIN
         if train and not reply.has_error() and len(reply.content.array_records) == 1:
             self._close(reply, opened, message, context)
         return reply
@@ -211,10 +219,16 @@ def _impossible(message: Message, config: ConfigRecord) -> str | None:
 def _shown(message: Message, whole: dict[str, torch.Tensor]) -> Message:
     """Return the message that the handler expects: one whole model, one config."""
     name, _ = first_arrays(message.content)
-    content = RecordDict({key: value for key, value in message.content.items() if key != FROZEN})
-    content[name] = to_record(whole)
+    shown = _without_block(message)
+    shown.content[name] = to_record(whole)
     for key, config in message.content.config_records.items():
-        content[key] = ConfigRecord({k: value for k, value in config.items() if k != ORDER})
+        shown.content[key] = ConfigRecord({k: value for k, value in config.items() if k != ORDER})
+    return shown
+
+
+def _without_block(message: Message) -> Message:
+    """Return a message of its own with all of a message's records but the frozen block."""
+    content = RecordDict({key: value for key, value in message.content.items() if key != FROZEN})
     return Message(content, metadata=message.metadata)  # type: ignore[call-overload, no-any-return]
 
 

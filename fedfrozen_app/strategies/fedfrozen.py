@@ -47,8 +47,10 @@ from fedfrozen_app.transport.codec import layout_of_tensors
 from fedfrozen_app.transport.codecs import Codecs
 from fedfrozen_app.transport.order import order_of
 from fedfrozen_app.transport.payload import (
+    CLIENT_APP,
     NUM_EXAMPLES,
     Addressees,
+    attach_frozen,
     client_of,
     first_arrays,
     instruct,
@@ -56,8 +58,8 @@ from fedfrozen_app.transport.payload import (
 
 NOBODY = (
     "no reply could be used, so the model stays; once something is frozen, clients need "
-    "ClientApp(mods=[active_entries()]) of fedfrozen_app.mods, or read messages with open_payload "
-    "and reply with the active entries"
+    f"{CLIENT_APP} of fedfrozen_app.mods, or read messages with open_payload and reply with the "
+    "active entries"
 )
 
 
@@ -324,7 +326,7 @@ class FedFrozen(Strategy):
         """Let the inner strategy address the clients; send active entries only."""
         shown, active = self._shown(server_round, arrays)
         messages = self.strategy.configure_evaluate(server_round, shown, config, grid)
-        dressed = self._dress(messages, active, grid)
+        dressed = self._dress(messages, active, grid, train=False)
         self._instruct(dressed, train=False)
         return dressed
 
@@ -356,7 +358,9 @@ class FedFrozen(Strategy):
         same = all(whole[name].dtype == array.dtype for name, array in arrays.items())
         return arrays, arrays if same else whole
 
-    def _dress(self, messages: Iterable[Message], active: ArrayRecord, grid: Grid) -> list[Message]:
+    def _dress(
+        self, messages: Iterable[Message], active: ArrayRecord, grid: Grid, *, train: bool = True
+    ) -> list[Message]:
         stock = not isinstance(self.strategy, ServerRule)
         self._grid = grid
         self._sent = list(messages)
@@ -368,6 +372,9 @@ class FedFrozen(Strategy):
             value_l2 = self.value_l2 if self.state.spec != self.schedule.always else 0.0
             order = () if self._selection is None else order_of(self._selection)
             self.state.block.dress(self._sent, self.state.spec, value_l2, order)
+        elif train:
+            for message in self._sent:  # what cannot bear the block is to say so now
+                attach_frozen(message, ArrayRecord())
         return list(self._sent)
 
     # --- up ---------------------------------------------------------------------------

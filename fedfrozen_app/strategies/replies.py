@@ -16,6 +16,7 @@ from flwr.supercore import log
 from fedfrozen_app.transport.arrays import to_record, to_tensors
 from fedfrozen_app.transport.codec import PACKED, Layout
 from fedfrozen_app.transport.payload import (
+    CLIENT_APP,
     NAMESPACES,
     first_arrays,
     is_extra,
@@ -111,9 +112,7 @@ def refusal(
     required metrics, and the round, where the reply names it.
     """
     if reply.has_error():
-        # Flower's runtime gives a whole traceback in colour; its last line says what happened
-        lines = ANSI_STYLE.sub("", reply.error.reason or "").strip().splitlines()
-        return lines[-1].strip() if lines else f"error code {reply.error.code}"
+        return last_line(reply)
     if missing_digest(reply) is not None:
         return "lacks the frozen block"
     content = reply.content
@@ -136,13 +135,24 @@ def refusal(
     return _array_refusal(content, expected)
 
 
+def last_line(reply: Message) -> str:
+    """Return what an error reply says happened.
+
+    Flower's runtime gives a whole traceback in colour, whose last line that is.
+    """
+    lines = ANSI_STYLE.sub("", reply.error.reason or "").strip().splitlines()
+    return lines[-1].strip() if lines else f"error code {reply.error.code}"
+
+
 def unfitness(reply: Message) -> str | None:
     """Return why a client's mods can never answer such a message, None if nothing says so."""
     if not reply.has_error():
         return None
-    reason = reply.error.reason or ""
-    if "secaggplus" in reason:
+    if "secaggplus" in (reply.error.reason or ""):  # in the traceback's paths
         return SECURE_AGGREGATION
+    reason = last_line(reply)
+    if CLIENT_APP in reason:
+        return reason
     if reply.error.code != ErrorCode.MOD_FAILED_PRECONDITION:
         return None
     return reason + (MODS_OUTSIDE if "exactly one ArrayRecord" in reason else "")
@@ -250,8 +260,9 @@ def accepted(
         if decode is not None:
             reason = reason or _decode(reply, decode)
         if reason:
-            report.refused.append(f"client {client(reply)}: {reason}")
-            report.unfit += [unfit] if (unfit := unfitness(reply)) else []
+            unfit = unfitness(reply)
+            report.refused.append(f"client {client(reply)}: {unfit or reason}")
+            report.unfit += [unfit] if unfit else []
             log(WARNING, "round %d: reply of %s dropped", server_round, report.refused[-1])
             continue
         metrics = next(iter(reply.content.metric_records.values()))

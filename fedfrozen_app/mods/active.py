@@ -64,6 +64,10 @@ NO_FEDFROZEN = (
     "wrap the server's strategy, fedfrozen_app.strategies.FedFrozen(strategy=..., "
     'warmup_rounds=..., frozen="query-key"), or take active_entries() out of ClientApp'
 )
+NOT_CALLED = (
+    "active_entries makes a mod and takes no message: call it: active_entries(), so "
+    f"{CLIENT_APP}; by position it takes cache_dir alone"
+)
 VALUE_L2_IGNORED = (
     "active_entries: the strategy asks for value_l2=%g in the loss, which a mod cannot add; add "
     "it in the handler (fedfrozen_app.training.hooks.ValueL2), or set value_l2=0"
@@ -80,7 +84,7 @@ LATENTS = (
 
 def active_entries(
     cache_dir: str | Path | None = None,
-    *,
+    *more: object,
     capacity_bytes: int = DEFAULT_CAPACITY_BYTES,
     own_node: bool = True,
 ) -> "ActiveEntries":
@@ -94,11 +98,20 @@ def active_entries(
     cache_dir : str or Path, optional
         Where the frozen block is kept, and error feedback too large for ``context.state``; by
         default ``fedfrozen`` in the user's cache folder. Any number of clients may share it.
+    *more : object
+        Nothing: what a mod that was not called is given lands here, and is told so.
     capacity_bytes : int
         Upper bound of all kept blocks together.
     own_node : bool
         Whether a node always serves the same client; if not, error feedback lies in files.
+
+    Raises
+    ------
+    TypeError
+        In the first message to ``ClientApp(mods=[active_entries])``, without parentheses.
     """
+    if more:
+        raise TypeError(NOT_CALLED)
     folder = user_cache() if cache_dir is None else Path(cache_dir).expanduser().absolute()
     return ActiveEntries(folder, capacity_bytes, own_node)
 

@@ -511,6 +511,16 @@ def test_a_reply_that_is_not_the_whole_state_dict_names_the_entry(
     assert "entry 'head.bias' is missing" in strategy.report.refused[0]
 
 
+def test_a_mod_that_was_not_called_ends_the_first_round_and_says_so(tmp_path: Path) -> None:
+    project = Project(tmp_path)
+    project.active = active_entries  # type: ignore[assignment]
+    project.__post_init__()
+    expected = r"^round 1: TypeError: .*call it: active_entries\(\), so ClientApp\(mods="
+    with pytest.raises(UnfitClientsError, match=expected) as error:
+        project.run(frozen_fedavg())
+    assert "\n" not in str(error.value) and project.seen == []
+
+
 def test_selection_of_a_message_that_no_mod_opened_says_which_one_to_add(tmp_path: Path) -> None:
     project = Project(tmp_path)
 

@@ -39,7 +39,7 @@ from fedfrozen_app.strategies.replies import (
     in_client_order,
 )
 from fedfrozen_app.strategies.scaffold import Scaffold
-from fedfrozen_app.strategies.schedule import FreezeSchedule
+from fedfrozen_app.strategies.schedule import FreezeSchedule, in_words
 from fedfrozen_app.strategies.versions import ClientVersions
 from fedfrozen_app.transport.arrays import to_record, to_tensors
 from fedfrozen_app.transport.block import FrozenBlock
@@ -60,6 +60,13 @@ NOBODY = (
     "no reply could be used, so the model stays; once something is frozen, clients need "
     f"{CLIENT_APP} of fedfrozen_app.mods, or read messages with open_payload and reply with the "
     "active entries"
+)
+
+INSIDE = (
+    "FedFrozen is driven by something else: neither its start() nor its check() was called. In a "
+    "wrapper, it would clip and noise whole models beside replies of active entries only; wrap "
+    "the other way round: FedFrozen(strategy=DifferentialPrivacyServerSideFixedClipping(FedAvg(), "
+    "...)). A loop of your own calls check(arrays) first"
 )
 
 
@@ -92,7 +99,13 @@ def check_wrapped(strategy: Any) -> None:
             f"{kind.__qualname__}; Flower's legacy strategies, and with them its secure "
             "aggregation, speak another protocol"
         )
-    while (inner := getattr(strategy, "strategy", None)) is not None:
+    while strategy is not None:
+        if isinstance(strategy, FedFrozen):
+            raise ValueError(
+                "FedFrozen wraps a strategy that freezes already; write all stages into one, "
+                "FedFrozen(schedule=FreezeSchedule(...))"
+            )
+        inner = getattr(strategy, "strategy", None)
         if isinstance(inner, Scaffold):
             raise ValueError(
                 f"{type(strategy).__name__} does not know the controls in SCAFFOLD's messages; "
@@ -206,6 +219,7 @@ class FedFrozen(Strategy):
         self._x: Tensors = {}  # the active entries that a stock strategy's clients start from
         self._dtypes: dict[str, torch.dtype] = {}  # of the model as the run started
         self._restored = False
+        self._checked = False  # whether whoever drives the rounds knows this for a FedFrozen
 
     # --- the rounds -------------------------------------------------------------------
     @property
@@ -263,11 +277,15 @@ class FedFrozen(Strategy):
         )
 
     def check(self, arrays: ArrayRecord) -> None:
-        """Raise ValueError, before any training, if a stage cannot work with this model."""
+        """Raise ValueError, before any training, if a stage cannot work with this model.
+
+        ``start`` calls this; a loop of one's own does so before its first ``configure_train``.
+        """
         for spec in self.schedule.specs():
             selection = Selection.build(spec, arrays)
             if self.value_l2 > 0 and spec != self.schedule.always:
                 check_value_rows(self.value_l2, arrays, selection)
+        self._checked = True
 
     def is_frozen(self, server_round: int) -> bool:
         """Whether more is frozen in a round than what the schedule never trains."""
@@ -281,8 +299,11 @@ class FedFrozen(Strategy):
 
     def summary(self) -> None:
         """Log the stages and the inner strategy."""
-        stages = ", ".join(f"from round {first}: {spec}" for first, spec in self.schedule.stages)
-        log(INFO, "\t├──> Frozen: %s", stages)
+        if self._schedule is None:  # a ratio, and start() has not said of how many rounds
+            said = f"nothing; after the warm-up: {in_words(self._frozen_spec)}"
+        else:
+            said = self._schedule.describe()
+        log(INFO, "\t├──> Frozen: %s", said)
         self.strategy.summary()
 
     def _enter(self, server_round: int, tensors: Tensors) -> None:
@@ -312,7 +333,16 @@ class FedFrozen(Strategy):
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Let the inner strategy address the clients; send active entries only."""
+        """Let the inner strategy address the clients; send active entries only.
+
+        Raises
+        ------
+        ValueError
+            If none of ``start``, ``check`` and ``load_state_dict`` was called before, as in
+            another strategy's hands.
+        """
+        if not (self._checked or self._restored):
+            raise ValueError(INSIDE)
         shown, active = self._shown(server_round, arrays)
         messages = self.strategy.configure_train(server_round, shown, config, grid)
         dressed = self._dress(messages, active, grid)

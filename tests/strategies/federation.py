@@ -11,6 +11,7 @@ from flwr.serverapp.strategy import Strategy
 
 from fedfrozen_app.engine.local_grid import LocalGrid
 from fedfrozen_app.models.selection import Selection
+from fedfrozen_app.strategies import FedFrozen
 from fedfrozen_app.transport.arrays import to_record, to_tensors
 from fedfrozen_app.transport.frozen_cache import FrozenCache
 from fedfrozen_app.transport.ledger import LedgerGrid, Traffic
@@ -95,6 +96,8 @@ class Federation:
         self, strategy: Strategy, server_round: int, arrays: ArrayRecord
     ) -> tuple[ArrayRecord, Traffic]:
         """Run one round as ``Strategy.start`` does and return model and traffic."""
+        if isinstance(strategy, FedFrozen):
+            strategy.check(arrays)
         messages = strategy.configure_train(server_round, arrays, ConfigRecord(), self.grid)
         replies = self.grid.send_and_receive(messages)
         aggregated, _ = strategy.aggregate_train(server_round, replies)

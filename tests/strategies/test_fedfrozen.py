@@ -410,6 +410,37 @@ def test_a_ratio_without_the_number_of_rounds_is_an_error(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
+    ("schedule", "said"),
+    [
+        (FreezeSchedule.warmup(5, "query-key"), "nothing; from round 6: query-key"),
+        (FreezeSchedule.warmup(0, "query-key"), "query-key"),
+        (FreezeSchedule.warmup(1, "head"), "nothing; from round 2: all but the head"),
+        (
+            FreezeSchedule(((1, "value-head"), (3, "all"), (4, "a.*, b.*"))),
+            "all but value rows and head; from round 3: nothing; from round 4: a.*, b.*",
+        ),
+        (
+            FreezeSchedule.warmup(2, "query-key", always="head.*"),
+            "head.*; from round 3: query-key, head.*",
+        ),
+    ],
+)
+def test_the_log_says_under_frozen_what_is_frozen(
+    schedule: FreezeSchedule, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "flwr")
+    FedFrozen(schedule=schedule).summary()
+    (line,) = [text for r in caplog.records if "Frozen" in (text := r.getMessage())]
+    assert line == f"\t├──> Frozen: {said}"
+
+
+def test_the_log_of_a_ratio_needs_no_number_of_rounds(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "flwr")
+    FedFrozen(warmup_ratio=0.5).summary()
+    assert "Frozen: nothing; after the warm-up: query-key" in caplog.text
+
+
+@pytest.mark.parametrize(
     "stages", [(), ((2, "all"),), ((1, "all"), (1, "head")), ((1, "all"), (3, "head"), (2, "all"))]
 )
 def test_the_rounds_of_a_schedule_rise_from_one(stages: tuple[tuple[int, str], ...]) -> None:

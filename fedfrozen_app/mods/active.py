@@ -73,12 +73,15 @@ VALUE_L2_IGNORED = (
     "it in the handler (fedfrozen_app.training.hooks.ValueL2), or set value_l2=0"
 )
 CONTROLS = (
-    "SCAFFOLD corrects every gradient of the client's training, which a mod cannot; answer with "
-    "fedfrozen_app.training.client_rules.ClientRules in the handler, or take another rule"
+    "SCAFFOLD corrects every gradient of the client's training, which a mod cannot; take "
+    "active_entries() out of ClientApp(mods=[...]) and answer with "
+    "fedfrozen_app.training.client_rules.ClientRules in the handler as the README shows, or take "
+    "another rule, for example FedFrozen(strategy=FedAvg())"
 )
 LATENTS = (
     "FedFrozenLatent trains a latent in place of weights, which a handler of whole models cannot; "
-    "use fedfrozen_app.models.latent.LatentTraining in the handler, or FedFrozen"
+    "take active_entries() out of ClientApp(mods=[...]) and use fedfrozen_app.models.latent."
+    "LatentTraining in the handler, or take FedFrozen on the server"
 )
 
 

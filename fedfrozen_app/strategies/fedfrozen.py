@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from logging import ERROR, INFO, WARNING
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
@@ -30,6 +30,7 @@ from fedfrozen_app.strategies.base import ServerRule
 from fedfrozen_app.strategies.fedavg import FedAvg
 from fedfrozen_app.strategies.mean import Tensors
 from fedfrozen_app.strategies.replies import (
+    ENCODED,
     RoundReport,
     UnfitClientsError,
     accepted,
@@ -37,6 +38,7 @@ from fedfrozen_app.strategies.replies import (
     check_quorum,
     check_share,
     in_client_order,
+    needs_of,
 )
 from fedfrozen_app.strategies.scaffold import Scaffold
 from fedfrozen_app.strategies.schedule import FreezeSchedule, in_words
@@ -56,11 +58,7 @@ from fedfrozen_app.transport.payload import (
     instruct,
 )
 
-NOBODY = (
-    "no reply could be used, so the model stays; once something is frozen, clients need "
-    f"{CLIENT_APP} of fedfrozen_app.mods, or read messages with open_payload and reply with the "
-    "active entries"
-)
+NOBODY = "no reply could be used, so the model stays; once something is frozen, clients "
 
 INSIDE = (
     "FedFrozen is driven by something else: neither its start() nor its check() was called. In a "
@@ -165,6 +163,11 @@ class FedFrozen(Strategy):
     **fedavg : Any
         Arguments of the default inner strategy.
     """
+
+    frozen_clients: ClassVar[str] = (  # what clients do once something is frozen
+        f"need {CLIENT_APP} of fedfrozen_app.mods, or read messages with open_payload and reply "
+        "with the active entries"
+    )
 
     def __init__(
         self,
@@ -427,15 +430,15 @@ class FedFrozen(Strategy):
         return to_record(self._selection.merge(active, self.state.block.tensors)), metrics
 
     def _check_heard(self, server_round: int) -> None:
-        """Raise UnfitClientsError if a freeze leaves nobody, of clients who could answer before."""
+        """Raise UnfitClientsError if a freeze leaves nobody who could answer."""
         report = self.report
         self._heard = self._heard or report.clients > 0
         if report.clients > 0 or self.state.block is None:
             return
-        log(ERROR, "round %d: %s", server_round, NOBODY)
-        freezes_first = self._heard_before and not self._heard
-        if freezes_first and 0 < report.cohort == len(report.refused):
-            raise UnfitClientsError(f"round {server_round}: {NOBODY}; {report.refused[0]}")
+        said = f"round {server_round}: {NOBODY}{self.frozen_clients}"
+        log(ERROR, said)
+        if not self._heard and 0 < report.cohort == len(report.refused) and not report.diverged:
+            raise UnfitClientsError(f"{said}; {report.refused[0]}")
 
     def aggregate_evaluate(
         self, server_round: int, replies: Iterable[Message]
@@ -456,7 +459,9 @@ class FedFrozen(Strategy):
             decode = partial(self.codecs.receive, x=self._x)
         good = list(accepted(ordered, expected, key, server_round, report, client, decode=decode))
         self._x = {}
-        check_quorum(report, self.min_replies, server_round)
+        new = self.codecs.are_used and not (self._heard or self._heard_before)
+        needs = needs_of("FedFrozen(compression=..., broadcast=...)", [ENCODED]) if new else ""
+        check_quorum(report, self.min_replies, server_round, needs)
         for reply in good:
             name, record = first_arrays(reply.content)
             whole = self._whole(self._tensors(record))

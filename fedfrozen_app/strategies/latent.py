@@ -129,6 +129,11 @@ class FedFrozenLatent(FedFrozen):
         Further arguments of ``FedFrozen``.
     """
 
+    frozen_clients = (
+        "train a latent: use fedfrozen_app.models.latent.LatentTraining in the handler, or take "
+        "FedFrozen"
+    )
+
     def __init__(
         self,
         strategy: ServerRule[Any, Any] | None = None,

@@ -25,6 +25,7 @@ from fedfrozen_app.transport.payload import (
 )
 
 NON_FINITE = "non-finite values"
+ENCODED = "encoded arrays"  # among what clients answer with
 SECURE_AGGREGATION = (
     "secure aggregation cannot be used here: Flower drives its mods (secagg_mod, secaggplus_mod) "
     "from its legacy workflow alone, which sends and sums one flat vector, and no strategy of "
@@ -54,6 +55,11 @@ class RoundReport:
     def dropped(self) -> int:
         """Number of sampled clients whose reply did not enter the model."""
         return self.cohort - self.clients
+
+    @property
+    def diverged(self) -> bool:
+        """Whether a reply had values that are not finite."""
+        return any(NON_FINITE in reason for reason in self.refused)
 
     def total(self, key: str) -> float:
         """Return a metric summed over the accepted replies."""
@@ -272,6 +278,15 @@ def accepted(
         yield reply
 
 
+def needs_of(rule: str, answers: Sequence[str]) -> str:
+    """Return what to write in a handler whose clients answer with more than a model."""
+    return (
+        f"clients of {rule} answer with {' and '.join(answers)}: use fedfrozen_app.training."
+        "client_rules.ClientRules in the handler as the README shows, or take another rule"
+        + (f"; for encoded arrays alone {CLIENT_APP} will do" if ENCODED in answers else "")
+    )
+
+
 def check_share(min_replies: float) -> None:
     """Raise ValueError if ``min_replies`` is no share of a cohort."""
     if not 0 <= min_replies <= 1:
@@ -280,8 +295,13 @@ def check_share(min_replies: float) -> None:
         )
 
 
-def check_quorum(report: RoundReport, min_replies: float, server_round: int) -> None:
+def check_quorum(
+    report: RoundReport, min_replies: float, server_round: int, needs: str = ""
+) -> None:
     """Raise QuorumError if a round has too few usable replies, naming the first reasons.
+
+    ``needs`` is what clients have to do that plain handlers do not, empty where a reply was used
+    before.
 
     Raises
     ------
@@ -290,12 +310,17 @@ def check_quorum(report: RoundReport, min_replies: float, server_round: int) -> 
     """
     if report.unfit and report.clients == 0:
         raise UnfitClientsError(f"round {server_round}: {report.unfit[0]}")
+    nobody = report.clients == 0 < report.cohort == len(report.refused)
+    if needs and nobody and not report.diverged:
+        raise UnfitClientsError(
+            f"round {server_round}: no reply could be used; {needs}; {report.refused[0]}"
+        )
     needed = math.ceil(min_replies * report.cohort - 1e-9)
     if report.clients >= needed:
         return
     unheard = report.cohort - report.clients - len(report.refused)
     reasons = report.refused[:3] + ([f"{unheard} gave no reply"] if unheard > 0 else [])
-    if any(NON_FINITE in reason for reason in report.refused):
+    if report.diverged:
         reasons.append("training diverges: lower lr or set clip-norm")
     raise QuorumError(
         f"round {server_round}: {report.clients} of {report.cohort} replies are usable, "

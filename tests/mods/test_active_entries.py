@@ -346,6 +346,48 @@ def test_latents_end_in_their_first_round_and_say_what_to_write(tmp_path: Path) 
         Project(tmp_path).run(FedFrozenLatent(ours.FedAvg(fraction_evaluate=0.0)))
 
 
+PLAIN = {  # what a handler of plain models cannot answer, and what the error says to write
+    "Scaffold": (
+        lambda: FedFrozen(strategy=ours.Scaffold(fraction_evaluate=0.0)),
+        "clients of Scaffold answer with controls: use .*ClientRules in the handler",
+    ),
+    "FedNova": (
+        lambda: FedFrozen(strategy=ours.FedNova(fraction_evaluate=0.0)),
+        "clients of FedNova answer with the metric 'steps': .*client 0: metric 'steps' is missing",
+    ),
+    "int8": (
+        lambda: FedFrozen(strategy=fedavg(), compression="int8"),
+        r"answer with encoded arrays: .* alone ClientApp\(mods=\[active_entries\(\)\]\) will do",
+    ),
+    "int8 of a rule": (
+        lambda: FedFrozen(compression="int8", fraction_evaluate=0.0),
+        r"clients of FedAvg answer with encoded arrays: .* ClientApp\(mods=\[active_entries",
+    ),
+    "latents": (
+        lambda: FedFrozenLatent(ours.FedAvg(fraction_evaluate=0.0)),
+        "clients train a latent: use .*LatentTraining in the handler",
+    ),
+    "no warm-up": (
+        lambda: FedFrozen(strategy=fedavg(), warmup_rounds=0),
+        r"clients need ClientApp\(mods=\[active_entries\(\)\]\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_plain_handlers_end_the_first_round_of_what_needs_more_and_are_told_what(
+    name: str, tmp_path: Path
+) -> None:
+    build, remedy = PLAIN[name]
+    project = Project(tmp_path, freeze=False)
+    project.app = ClientApp()
+    project.app.train()(project.train)
+    project.grid = LedgerGrid(LocalGrid(project.app, 3))
+    with pytest.raises(UnfitClientsError, match=f"round 1: .*{remedy}"):
+        project.run(build(), 5)
+    assert len(project.models) == 1
+
+
 @pytest.mark.parametrize("rule", [flower.FedAvg, ours.FedAvg])
 def test_clients_without_the_mod_end_the_first_frozen_round(
     tmp_path: Path, rule: Callable[..., Any]
@@ -506,9 +548,8 @@ def test_a_reply_that_is_not_the_whole_state_dict_names_the_entry(
     project.train = trains_head  # type: ignore[method-assign]
     project.__post_init__()
     strategy = FedFrozen(strategy=fedavg(), warmup_rounds=0)
-    project.run(strategy, rounds=1)
-    assert strategy.report.dropped == 3
-    assert "entry 'head.bias' is missing" in strategy.report.refused[0]
+    with pytest.raises(UnfitClientsError, match=r"round 1: .*entry 'head\.bias' is missing"):
+        project.run(strategy, rounds=1)
 
 
 def test_a_mod_that_was_not_called_ends_the_first_round_and_says_so(tmp_path: Path) -> None:

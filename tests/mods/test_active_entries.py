@@ -327,11 +327,29 @@ def test_error_feedback_of_a_round_enters_the_next(tmp_path: Path) -> None:
 
 
 # --- rules of this package -----------------------------------------------------------------------
-@pytest.mark.parametrize("name", ["FedAvg", "FedAvgM", "FedAdam", "FedYogi", "FedAdagrad"])
+@pytest.mark.parametrize(
+    "name", ["FedAvg", "FedProx", "FedAvgM", "FedAdam", "FedYogi", "FedAdagrad"]
+)
 def test_three_rounds_under_a_rule_of_this_package(name: str, tmp_path: Path) -> None:
     project = Project(tmp_path)
     rule: ServerRule[Any, Any] = getattr(ours, name)(fraction_evaluate=0.0)
     strategy = FedFrozen(strategy=rule, warmup_rounds=1)
+    project.run(strategy)
+    check_frozen(project, strategy)
+
+
+def test_fednova_needs_one_metric_of_the_handler(tmp_path: Path) -> None:
+    project = Project(tmp_path)
+    plain = project.train
+
+    def train(message: Message, context: Context) -> Message:
+        reply = plain(message, context)
+        reply.content["metrics"]["steps"] = 2
+        return reply
+
+    project.train = train  # type: ignore[method-assign]
+    project.__post_init__()
+    strategy = FedFrozen(strategy=ours.FedNova(fraction_evaluate=0.0), warmup_rounds=1)
     project.run(strategy)
     check_frozen(project, strategy)
 

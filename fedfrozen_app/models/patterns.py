@@ -219,7 +219,7 @@ class _Resolver:
         names = [name for name in self.entries if fnmatchcase(name, glob)]
         if not names:
             near = difflib.get_close_matches(item, PRESETS, n=1, cutoff=0.75)
-            hint = f"did you mean {near[0]!r}?" if near else f"closest are {self.closest(glob)}"
+            hint = f"the preset is {near[0]!r}" if near else f"closest are {self.closest(glob)}"
             raise ValueError(
                 f"frozen item {item!r} matches no entry; {hint}; use a glob over state-dict names "
                 f"or one of {', '.join(PRESETS)}"

@@ -60,9 +60,9 @@ WASTED = (
     "before the optimiser is made. If a mod after active_entries adds noise, all is well"
 )
 NO_FEDFROZEN = (
-    "active_entries: the message is no FedFrozen's, so nothing freezes and the mod does nothing; "
-    "wrap the server's strategy, fedfrozen_app.strategies.FedFrozen(strategy=..., "
-    'warmup_rounds=..., frozen="query-key"), or take active_entries() out of ClientApp'
+    "active_entries: the server's strategy is not in a FedFrozen, so nothing freezes and the mod "
+    "does nothing; wrap it: fedfrozen_app.strategies.FedFrozen(strategy=..., warmup_rounds=..., "
+    'frozen="query-key"), or take active_entries() out of ClientApp(mods=[...])'
 )
 NOT_CALLED = (
     "active_entries makes a mod and takes no message: call it: active_entries(), so "

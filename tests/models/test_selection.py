@@ -362,6 +362,7 @@ def test_presets_can_be_widened_by_patterns() -> None:
         ("*", r"leaves nothing to train; add an item like '!head"),
         ("", "frozen='' must be one of all, query-key, value-head, head, or name patterns"),
         ("auto", "item 'auto' matches no entry"),
+        ("query_key", "item 'query_key' matches no entry; the preset is 'query-key'; use a glob"),
         ("blocks.0.attn.qkv", "item 'blocks.0.attn.qkv' matches no entry"),
     ],
 )

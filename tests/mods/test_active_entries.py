@@ -258,7 +258,7 @@ def test_a_server_without_fedfrozen_is_warned_of_once_and_with_the_remedy(
     project = Project(tmp_path)
     project.run(rule(fraction_evaluate=1.0))
     (warning,) = warnings_of(caplog)
-    assert "wrap the server's strategy, fedfrozen_app.strategies.FedFrozen(strategy=" in warning
+    assert "wrap it: fedfrozen_app.strategies.FedFrozen(strategy=" in warning
     assert project.seen == [list(WHOLE)] * 9
 
 

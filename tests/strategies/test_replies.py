@@ -8,7 +8,7 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 
 from fedfrozen_app.engine.local_grid import LocalGrid
-from fedfrozen_app.strategies import FedAvg, FedFrozen, QuorumError
+from fedfrozen_app.strategies import FedAvg, FedFrozen, QuorumError, UnfitClientsError
 from fedfrozen_app.strategies.replies import (
     in_client_order,
     is_finite,
@@ -132,8 +132,8 @@ def test_whoever_asks_for_another_block_than_the_one_in_force_gets_none(tmp_path
     messages = list(strategy.configure_train(1, arrays, ConfigRecord(), federation.grid))
     federation.grid.take()
     asking = [missing_reply(message, "0" * 64) for message in messages]
-    aggregated, _ = strategy.aggregate_train(1, asking)
-    assert aggregated is None
+    with pytest.raises(UnfitClientsError, match="client 0: lacks the frozen block"):
+        strategy.aggregate_train(1, asking)
     assert federation.grid.take().bytes_down == 0
     assert strategy.report.refused == [f"client {c}: lacks the frozen block" for c in range(3)]
 

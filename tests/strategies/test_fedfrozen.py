@@ -1,11 +1,10 @@
 import random
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from flwr.app import ArrayRecord, Message, RecordDict
+from flwr.app import Message
 from flwr.serverapp.strategy import DifferentialPrivacyServerSideFixedClipping, Strategy
 from flwr.serverapp.strategy import FedAdam as FlowerFedAdam
 from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
@@ -14,8 +13,6 @@ from flwr.serverapp.strategy import FedAvgM as FlowerFedAvgM
 from fedfrozen_app.strategies import FedAvg, FedFrozen, FreezeSchedule
 from fedfrozen_app.strategies.fedfrozen import weight_key
 from fedfrozen_app.transport.arrays import to_record, to_tensors
-from fedfrozen_app.transport.ledger import Traffic, wire_bytes
-from fedfrozen_app.transport.payload import ARRAYS, CONFIG, FROZEN
 from tests.strategies.federation import (
     ACTIVE_BYTES,
     COUNTER,
@@ -26,6 +23,7 @@ from tests.strategies.federation import (
     WIDTH,
     Federation,
     initial,
+    without_empty_block,
 )
 
 KERNEL = slice(0, 2 * WIDTH)  # query and key rows of the fused weight
@@ -46,15 +44,6 @@ def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 def nan_in_head(server_round: int, client: int, arrays: dict[str, torch.Tensor]) -> None:
     if client == 1:
         arrays[HEAD][2, 3] = float("nan")
-
-
-def without_empty_block(traffic: Traffic, messages: int) -> Traffic:
-    """What is left of a warm-up's round without the empty block in its train messages."""
-    empty = ArrayRecord()
-    both = wire_bytes(RecordDict({ARRAYS: empty, CONFIG: empty, FROZEN: empty}))
-    size = both - wire_bytes(RecordDict({ARRAYS: empty, CONFIG: empty}))
-    assert size == 160
-    return replace(traffic, wire_bytes_down=traffic.wire_bytes_down - messages * size)
 
 
 # --- laws -------------------------------------------------------------------------------

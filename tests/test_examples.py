@@ -9,11 +9,16 @@ import socket
 import subprocess
 import sys
 import sysconfig
-from importlib.util import find_spec
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp import Grid, ServerApp
+from flwr.serverapp.strategy import FedAvg
 
 from fedfrozen_app.engine.processes import end_processes
 
@@ -116,11 +121,99 @@ def test_the_text_example_fine_tunes_a_pretrained_model_on_real_news(tmp_path: P
     assert accuracy(lines) > 0.8  # of five subjects
 
 
-@pytest.mark.slow
-def test_a_wrong_key_of_an_example_is_named(tmp_path: Path) -> None:
-    command = [sys.executable, str(EXAMPLES / "run.py"), str(EXAMPLES / "stock"), "rounds=3"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode != 0 and "'rounds' is no key of stock" in done.stderr
+# --- the command of the examples -----------------------------------------------------------------
+@pytest.fixture
+def runner(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The command as a module, in this process."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    spec = spec_from_file_location("examples_run", EXAMPLES / "run.py")
+    assert spec is not None and spec.loader is not None
+    module = module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "examples_run", module)
+    spec.loader.exec_module(module)
+    return module
+
+
+APP = "[tool.flwr.app.components]\nserverapp = 'one:app'\nclientapp = '{}'\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["nowhere"], "there is no nowhere/pyproject.toml; give the folder of a Flower project"),
+        (["empty"], "names no serverapp and clientapp in [tool.flwr.app.components]"),
+        (["nothing"], "one:app needs the module 'one': install what the project depends on"),
+        (["stock", "rounds=3"], "'rounds' is no key of stock, which has num-server-rounds, "),
+        (["stock", "lr=fast"], "lr must be of type float, as 0.05 is, got 'fast'"),
+        (["stock", "local-epochs=1.5"], "local-epochs must be of type int, as 2 is, got '1.5'"),
+        (["stock", "lr"], "changes are KEY=VALUE, got 'lr'"),
+        (["stock", "--num-clients", "0"], "--num-clients must be >= 1, got 0"),
+        (["stock", "--out", "nowhere/lines.json"], "there is no folder nowhere to write --out in"),
+    ],
+)
+def test_a_wrong_argument_of_the_examples_command_is_one_line(
+    runner: Any,
+    arguments: list[str],
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "stock").symlink_to(EXAMPLES / "stock")
+    for name, text in (("empty", ""), ("nothing", APP.format("one:app"))):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "pyproject.toml").write_text(text)
+    monkeypatch.setattr(sys, "argv", ["run.py", *arguments])
+    with pytest.raises(SystemExit, match="2"):
+        runner.main()
+    assert said in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("text", "present", "value"),
+    [
+        ("head", "query-key", "head"),
+        ('"query-key, !*.norm"', "all", "query-key, !*.norm"),
+        ("blocks.*, !*.norm1.*", "query-key", "blocks.*, !*.norm1.*"),
+        ("12", "all", "12"),
+        ("1", 0.5, 1.0),
+        ("true", False, True),
+    ],
+)
+def test_strings_need_no_quotes_and_a_whole_number_is_a_float_where_one_is_due(
+    runner: Any, text: str, present: Any, value: Any
+) -> None:
+    assert runner._value("key", text, present) == value
+    assert type(runner._value("key", text, present)) is type(value)
+
+
+def test_bytes_down_are_of_one_client_where_some_or_none_reply(
+    runner: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    client = ClientApp()
+
+    @client.train()
+    def train(message: Message, context: Context) -> Message:
+        if int(message.content["config"]["server-round"]) + context.node_id > 4:  # type: ignore[call-overload]
+            raise RuntimeError("no power")
+        arrays, metrics = message.content["arrays"], MetricRecord({"num-examples": 1, "loss": 0.5})
+        return Message(RecordDict({"arrays": arrays, "metrics": metrics}), reply_to=message)
+
+    server = ServerApp()
+
+    @server.main()
+    def main(grid: Grid, context: Context) -> None:
+        strategy = FedAvg(fraction_evaluate=0.0)
+        strategy.start(grid, ArrayRecord({"w": torch.zeros(7)}), num_rounds=4)  # type: ignore[arg-type]
+
+    runner.show(runner.run(server, client, {}, 3))
+    _, one, two, three, four = capsys.readouterr().out.splitlines()
+    assert one.split() == ["1", "train", "28", "28", "loss", "0.5000"]
+    assert two.split()[2:4] == three.split()[2:4] == ["28", "28"]
+    assert "(1 of 3 failed: RuntimeError: no power" in two
+    assert four.split()[:4] == ["4", "train", "-", "28"]
+    assert "(3 of 3 failed: RuntimeError: no power" in four
 
 
 def free_port() -> str:

@@ -96,11 +96,17 @@ _EXTRAS = {
 }
 _OUTPUT_PROJECTIONS = ("proj", "out_proj", "o_proj", "projection", "Wo", "to_out.0")
 _FUSED_NAME = re.compile(r"(^|_)w?qkv|(^|_)kv(_|$)|^query_key_value$|^c_attn$|^att_proj$", re.I)
+_LIKE = re.compile(r"atte?n|quer(y|ies)|qkv|(?<![a-z])(w?[qkv]|qk|kv|keys?|values?)(?![a-z])", re.I)
 
 _BY_HEAD = "GPT-NeoX, Bloom and Falcon interleave query, key and value by head"
 _LEVIT = "the LeViT family interleaves query, key and value by head"
 _MAXVIT = "timm's MaxViT interleaves them by head or not depending on its configuration"
 _UNKNOWN = "it fuses them in a layout that its name and shape do not settle"
+
+
+def is_like_attention(name: str) -> bool:
+    """Whether an entry's name, or a pattern's text, sounds like a part of attention."""
+    return _LIKE.search(name) is not None
 
 
 def find_attention(entries: Mapping[str, HasShape]) -> Attention:

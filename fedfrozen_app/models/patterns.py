@@ -17,12 +17,20 @@ A spec is a list of items, separated by commas or spaces and applied from left t
 """
 
 import difflib
+import itertools
 import re
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
-from fedfrozen_app.models.attention import ROLES, Attention, HasShape, Rows, find_attention
+from fedfrozen_app.models.attention import (
+    ROLES,
+    Attention,
+    HasShape,
+    Rows,
+    find_attention,
+    is_like_attention,
+)
 
 ALL = "all"
 PRESETS = (ALL, "query-key", "value-head", "head")
@@ -176,11 +184,14 @@ class _Resolver:
             for name, rows in self.attention.rows.items()
         }
         if not any(found.values()):
-            without = "" if self.attention.rows else " (a model without attention takes frozen=all)"
+            like = [name for name in self.entries if is_like_attention(name)]
+            shown = f"entries that look like attention are {_one_of_each_kind(like)}"
+            first = (like or [*self.entries] or ["blocks.0.weight"])[0]
             raise ValueError(
-                f"frozen={preset} found no {' or '.join(roles)} entries; closest are "
-                f"{self.closest('attn.qkv.weight')}; name what to freeze by patterns, for "
-                f"example frozen='{next(iter(self.entries), 'blocks.0.*')}'{without}"
+                f"frozen={preset} found no {' or '.join(roles)} entries, and "
+                f"{shown if like else 'no entry looks like attention by its name'}; name what to "
+                f"freeze by patterns, for example frozen='{first}' (a model without attention "
+                "takes frozen=all)"
             )
         return found
 
@@ -208,11 +219,10 @@ class _Resolver:
         names = [name for name in self.entries if fnmatchcase(name, glob)]
         if not names:
             near = difflib.get_close_matches(item, PRESETS, n=1, cutoff=0.75)
-            hint = f"did you mean {near[0]!r}? " if near else ""
+            hint = f"the preset is {near[0]!r}" if near else f"closest are {self.closest(glob)}"
             raise ValueError(
-                f"frozen item {item!r} matches no entry; {hint}closest are "
-                f"{self.closest(glob)}; use a glob over state-dict names or one of "
-                f"{', '.join(PRESETS)}"
+                f"frozen item {item!r} matches no entry; {hint}; use a glob over state-dict names "
+                f"or one of {', '.join(PRESETS)}"
             )
         if not rows:
             return {name: ((0, self.size(name)),) for name in names}
@@ -273,7 +283,29 @@ class _Resolver:
             )
 
     def closest(self, text: str) -> str:
-        """Return the three entry names most like a pattern, quoted."""
-        text = re.sub(r"[*?!\[\]]", "", text)
-        near = difflib.get_close_matches(text, self.entries, n=3, cutoff=0.0)
-        return ", ".join(map(repr, near)) or "none: there are no entries"
+        """Return the entry names most like a pattern, quoted, one of each kind."""
+        near = sorted(self.entries, key=lambda name: likeness(name, text), reverse=True)
+        return _one_of_each_kind(near) or "none: there are no entries"
+
+
+def likeness(name: str, glob: str) -> tuple[bool, int, float, float]:
+    """Return how like an entry's name is to a glob: by path first, and by spelling last.
+
+    Parts of attention come first where the glob names one, then what ends in the same modules,
+    then what has the most modules in common.
+    """
+    path, wanted = name.split("."), glob.strip("!.").split(".")
+    ends = zip(reversed(path), reversed(wanted), strict=False)
+    suffix = len(list(itertools.takewhile(lambda pair: fnmatchcase(*pair), ends)))
+    common = difflib.SequenceMatcher(None, path, wanted, autojunk=False).ratio()
+    plain = re.sub(r"[*?!\[\]]", "", glob)
+    spelling = difflib.SequenceMatcher(None, name, plain, autojunk=False).ratio()
+    return is_like_attention(glob) and is_like_attention(name), suffix, common, spelling
+
+
+def _one_of_each_kind(names: Iterable[str], most: int = 3) -> str:
+    """Return the first names that differ in more than the number of their block, quoted."""
+    kinds: dict[str, str] = {}
+    for name in names:
+        kinds.setdefault(re.sub(r"\d+", "*", name), name)
+    return ", ".join(map(repr, list(kinds.values())[:most]))

@@ -6,7 +6,7 @@ Down, the mod decodes what a message brings, adds the frozen block that the clie
 hands on the whole state dict in the library's order. A client without the block says so and is
 sent it in the same round. Up, it takes the active entries out of the whole state dict that the
 handler returns, and encodes them where the strategy asks for that. Train and evaluate messages
-alike; before the freeze, and without codecs, messages pass as they are.
+alike; before the freeze, and without codecs, models pass as they are.
 
 Frozen rows that a handler trains all the same are dropped on the way back, and training them
 was work for nothing. One line before the optimiser is made ends that:
@@ -35,6 +35,7 @@ from fedfrozen_app.transport.frozen_cache import (
 )
 from fedfrozen_app.transport.order import whole_shapes
 from fedfrozen_app.transport.payload import (
+    CLIENT_APP,
     FREEZE,
     FROZEN,
     LATENT_MAPPING,
@@ -58,23 +59,35 @@ WASTED = (
     "handler trains them, that is work for nothing: call freeze_(model, selection_of(message)) "
     "before the optimiser is made. If a mod after active_entries adds noise, all is well"
 )
+NO_FEDFROZEN = (
+    "active_entries: the server's strategy is not in a FedFrozen, so nothing freezes and the mod "
+    "does nothing; wrap it: fedfrozen_app.strategies.FedFrozen(strategy=..., warmup_rounds=..., "
+    'frozen="query-key"), or take active_entries() out of ClientApp(mods=[...])'
+)
+NOT_CALLED = (
+    "active_entries makes a mod and takes no message: call it: active_entries(), so "
+    f"{CLIENT_APP}; by position it takes cache_dir alone"
+)
 VALUE_L2_IGNORED = (
     "active_entries: the strategy asks for value_l2=%g in the loss, which a mod cannot add; add "
     "it in the handler (fedfrozen_app.training.hooks.ValueL2), or set value_l2=0"
 )
 CONTROLS = (
-    "SCAFFOLD corrects every gradient of the client's training, which a mod cannot; answer with "
-    "fedfrozen_app.training.client_rules.ClientRules in the handler, or take another rule"
+    "SCAFFOLD corrects every gradient of the client's training, which a mod cannot; take "
+    "active_entries() out of ClientApp(mods=[...]) and answer with "
+    "fedfrozen_app.training.client_rules.ClientRules in the handler as the README shows, or take "
+    "another rule, for example FedFrozen(strategy=FedAvg())"
 )
 LATENTS = (
     "FedFrozenLatent trains a latent in place of weights, which a handler of whole models cannot; "
-    "use fedfrozen_app.models.latent.LatentTraining in the handler, or FedFrozen"
+    "take active_entries() out of ClientApp(mods=[...]) and use fedfrozen_app.models.latent."
+    "LatentTraining in the handler, or take FedFrozen on the server"
 )
 
 
 def active_entries(
     cache_dir: str | Path | None = None,
-    *,
+    *more: object,
     capacity_bytes: int = DEFAULT_CAPACITY_BYTES,
     own_node: bool = True,
 ) -> "ActiveEntries":
@@ -88,11 +101,20 @@ def active_entries(
     cache_dir : str or Path, optional
         Where the frozen block is kept, and error feedback too large for ``context.state``; by
         default ``fedfrozen`` in the user's cache folder. Any number of clients may share it.
+    *more : object
+        Nothing: what a mod that was not called is given lands here, and is told so.
     capacity_bytes : int
         Upper bound of all kept blocks together.
     own_node : bool
         Whether a node always serves the same client; if not, error feedback lies in files.
+
+    Raises
+    ------
+    TypeError
+        In the first message to ``ClientApp(mods=[active_entries])``, without parentheses.
     """
+    if more:
+        raise TypeError(NOT_CALLED)
     folder = user_cache() if cache_dir is None else Path(cache_dir).expanduser().absolute()
     return ActiveEntries(folder, capacity_bytes, own_node)
 
@@ -108,7 +130,7 @@ def selection_of(message: Message) -> Selection:
     config = first_config(message)
     if ORDER in config or FROZEN in message.content.array_records:
         raise ValueError(
-            "the message has active entries only; put active_entries() into ClientApp(mods=[...])"
+            f"no active_entries() has opened the message of FedFrozen; make it {CLIENT_APP}"
         )
     return Selection.build(freeze_of(config)[0], first_arrays(message.content)[1])
 
@@ -147,8 +169,11 @@ class ActiveEntries:
         config = first_config(message)
         if reason := _impossible(message, config):
             return Message(Error(ErrorCode.MOD_FAILED_PRECONDITION, reason), reply_to=message)
+        train = message.metadata.message_type.partition(".")[0] == MessageType.TRAIN
         if FREEZE not in config and CODECS not in config:
-            return call_next(message, context)
+            if train and FROZEN not in message.content.array_records:
+                _warn_once(context, "no-fedfrozen", NO_FEDFROZEN)
+            return call_next(_without_block(message), context)
         try:
             opened = self._open(message)
         except MissingFrozenBlock as missing:
@@ -156,7 +181,6 @@ class ActiveEntries:
         if opened.payload.value_l2 > 0:
             _warn_once(context, "value-l2", VALUE_L2_IGNORED, opened.payload.value_l2)
         reply = call_next(_shown(message, opened.whole), context)
-        train = message.metadata.message_type.partition(".")[0] == MessageType.TRAIN
         if train and not reply.has_error() and len(reply.content.array_records) == 1:
             self._close(reply, opened, message, context)
         return reply
@@ -211,10 +235,16 @@ def _impossible(message: Message, config: ConfigRecord) -> str | None:
 def _shown(message: Message, whole: dict[str, torch.Tensor]) -> Message:
     """Return the message that the handler expects: one whole model, one config."""
     name, _ = first_arrays(message.content)
-    content = RecordDict({key: value for key, value in message.content.items() if key != FROZEN})
-    content[name] = to_record(whole)
+    shown = _without_block(message)
+    shown.content[name] = to_record(whole)
     for key, config in message.content.config_records.items():
-        content[key] = ConfigRecord({k: value for k, value in config.items() if k != ORDER})
+        shown.content[key] = ConfigRecord({k: value for k, value in config.items() if k != ORDER})
+    return shown
+
+
+def _without_block(message: Message) -> Message:
+    """Return a message of its own with all of a message's records but the frozen block."""
+    content = RecordDict({key: value for key, value in message.content.items() if key != FROZEN})
     return Message(content, metadata=message.metadata)  # type: ignore[call-overload, no-any-return]
 
 

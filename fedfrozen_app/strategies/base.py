@@ -29,6 +29,7 @@ from fedfrozen_app.strategies.buffers import BufferMean, trained
 from fedfrozen_app.strategies.mean import Tensors
 from fedfrozen_app.strategies.norm_bound import NormBound
 from fedfrozen_app.strategies.replies import (
+    ENCODED,
     Decode,
     RoundReport,
     accepted,
@@ -36,6 +37,7 @@ from fedfrozen_app.strategies.replies import (
     check_share,
     in_client_order,
     is_finite,
+    needs_of,
 )
 from fedfrozen_app.strategies.sampling import Members, NodesAsTheyCome, sample_cohort
 from fedfrozen_app.strategies.versions import ClientVersions
@@ -187,6 +189,7 @@ class ServerRule(FlowerFedAvg, Generic[C, S]):
         self.attempt = 0  # at the round; each has a cohort of its own
         self._selected = ALL  # what the names and shapes of the state belong to
         self.watch: Callable[[Tensors], None] | None = None  # is shown every accepted y_i
+        self._heard = False  # whether a reply of this run was used
         self._grid: Grid | None = None
         self._sent: list[Message] = []
         self._global: Tensors = {}
@@ -219,6 +222,19 @@ class ServerRule(FlowerFedAvg, Generic[C, S]):
     def extra_arrays(self, x: Tensors) -> dict[str, Tensors]:
         """Return what is sent beside x, by namespace; clients answer with the same entries."""
         return {}
+
+    @property
+    def answers(self) -> list[str]:
+        """What clients answer with beyond a model and its weight."""
+        metrics = [f"the metric {name!r}" for name in self.required_metrics]
+        return metrics + ([ENCODED] if self.codecs.are_used else [])
+
+    @property
+    def needs(self) -> str:
+        """What clients have to do that plain handlers do not, empty for nothing."""
+        if not self.answers:
+            return ""
+        return needs_of(type(self).__name__, self.answers)
 
     @property
     def reply_bytes(self) -> int:
@@ -270,7 +286,7 @@ class ServerRule(FlowerFedAvg, Generic[C, S]):
                 f"this is the state of {state.get('rule')}, not of {type(self).__name__}; restore "
                 "it into the same rule"
             )
-        self.state = self.state_type(**state["moments"])
+        self.state, self._heard = self.state_type(**state["moments"]), True
         self._selected = state["selection"]
         self.norm_bound.load_state_dict(state["update_norms"])
         self.versions.load_state_dict(state)
@@ -404,7 +420,8 @@ class ServerRule(FlowerFedAvg, Generic[C, S]):
             following = self.aggregate(replace(self.state, x=x), _chained(held, updates))
         # they hold the old model
         sent, self._sent, self._global, self._decode = self._global, [], {}, None
-        check_quorum(self.report, self.min_replies, server_round)
+        check_quorum(self.report, self.min_replies, server_round, "" if self._heard else self.needs)
+        self._heard = self._heard or self.report.clients > 0
         if following is None:
             reason = self.report.refused[0] if self.report.refused else "no client replied"
             log(

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from logging import ERROR, INFO, WARNING
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
@@ -30,6 +30,7 @@ from fedfrozen_app.strategies.base import ServerRule
 from fedfrozen_app.strategies.fedavg import FedAvg
 from fedfrozen_app.strategies.mean import Tensors
 from fedfrozen_app.strategies.replies import (
+    ENCODED,
     RoundReport,
     UnfitClientsError,
     accepted,
@@ -37,9 +38,10 @@ from fedfrozen_app.strategies.replies import (
     check_quorum,
     check_share,
     in_client_order,
+    needs_of,
 )
 from fedfrozen_app.strategies.scaffold import Scaffold
-from fedfrozen_app.strategies.schedule import FreezeSchedule
+from fedfrozen_app.strategies.schedule import FreezeSchedule, in_words
 from fedfrozen_app.strategies.versions import ClientVersions
 from fedfrozen_app.transport.arrays import to_record, to_tensors
 from fedfrozen_app.transport.block import FrozenBlock
@@ -47,17 +49,22 @@ from fedfrozen_app.transport.codec import layout_of_tensors
 from fedfrozen_app.transport.codecs import Codecs
 from fedfrozen_app.transport.order import order_of
 from fedfrozen_app.transport.payload import (
+    CLIENT_APP,
     NUM_EXAMPLES,
     Addressees,
+    attach_frozen,
     client_of,
     first_arrays,
     instruct,
 )
 
-NOBODY = (
-    "no reply could be used, so the model stays; once something is frozen, clients need "
-    "ClientApp(mods=[active_entries()]) of fedfrozen_app.mods, or read messages with open_payload "
-    "and reply with the active entries"
+NOBODY = "no reply could be used, so the model stays; once something is frozen, clients "
+
+INSIDE = (
+    "FedFrozen is driven by something else: neither its start() nor its check() was called. In a "
+    "wrapper, it would clip and noise whole models beside replies of active entries only; wrap "
+    "the other way round: FedFrozen(strategy=DifferentialPrivacyServerSideFixedClipping(FedAvg(), "
+    "...)). A loop of your own calls check(arrays) first"
 )
 
 
@@ -90,7 +97,13 @@ def check_wrapped(strategy: Any) -> None:
             f"{kind.__qualname__}; Flower's legacy strategies, and with them its secure "
             "aggregation, speak another protocol"
         )
-    while (inner := getattr(strategy, "strategy", None)) is not None:
+    while strategy is not None:
+        if isinstance(strategy, FedFrozen):
+            raise ValueError(
+                "FedFrozen wraps a strategy that freezes already; write all stages into one, "
+                "FedFrozen(schedule=FreezeSchedule(...))"
+            )
+        inner = getattr(strategy, "strategy", None)
         if isinstance(inner, Scaffold):
             raise ValueError(
                 f"{type(strategy).__name__} does not know the controls in SCAFFOLD's messages; "
@@ -151,6 +164,11 @@ class FedFrozen(Strategy):
         Arguments of the default inner strategy.
     """
 
+    frozen_clients: ClassVar[str] = (  # what clients do once something is frozen
+        f"need {CLIENT_APP} of fedfrozen_app.mods, or read messages with open_payload and reply "
+        "with the active entries"
+    )
+
     def __init__(
         self,
         strategy: Strategy | None = None,
@@ -204,6 +222,7 @@ class FedFrozen(Strategy):
         self._x: Tensors = {}  # the active entries that a stock strategy's clients start from
         self._dtypes: dict[str, torch.dtype] = {}  # of the model as the run started
         self._restored = False
+        self._checked = False  # whether whoever drives the rounds knows this for a FedFrozen
 
     # --- the rounds -------------------------------------------------------------------
     @property
@@ -261,11 +280,15 @@ class FedFrozen(Strategy):
         )
 
     def check(self, arrays: ArrayRecord) -> None:
-        """Raise ValueError, before any training, if a stage cannot work with this model."""
+        """Raise ValueError, before any training, if a stage cannot work with this model.
+
+        ``start`` calls this; a loop of one's own does so before its first ``configure_train``.
+        """
         for spec in self.schedule.specs():
             selection = Selection.build(spec, arrays)
             if self.value_l2 > 0 and spec != self.schedule.always:
                 check_value_rows(self.value_l2, arrays, selection)
+        self._checked = True
 
     def is_frozen(self, server_round: int) -> bool:
         """Whether more is frozen in a round than what the schedule never trains."""
@@ -279,8 +302,11 @@ class FedFrozen(Strategy):
 
     def summary(self) -> None:
         """Log the stages and the inner strategy."""
-        stages = ", ".join(f"from round {first}: {spec}" for first, spec in self.schedule.stages)
-        log(INFO, "\t├──> Frozen: %s", stages)
+        if self._schedule is None:  # a ratio, and start() has not said of how many rounds
+            said = f"nothing; after the warm-up: {in_words(self._frozen_spec)}"
+        else:
+            said = self._schedule.describe()
+        log(INFO, "\t├──> Frozen: %s", said)
         self.strategy.summary()
 
     def _enter(self, server_round: int, tensors: Tensors) -> None:
@@ -310,7 +336,16 @@ class FedFrozen(Strategy):
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Let the inner strategy address the clients; send active entries only."""
+        """Let the inner strategy address the clients; send active entries only.
+
+        Raises
+        ------
+        ValueError
+            If none of ``start``, ``check`` and ``load_state_dict`` was called before, as in
+            another strategy's hands.
+        """
+        if not (self._checked or self._restored):
+            raise ValueError(INSIDE)
         shown, active = self._shown(server_round, arrays)
         messages = self.strategy.configure_train(server_round, shown, config, grid)
         dressed = self._dress(messages, active, grid)
@@ -324,7 +359,7 @@ class FedFrozen(Strategy):
         """Let the inner strategy address the clients; send active entries only."""
         shown, active = self._shown(server_round, arrays)
         messages = self.strategy.configure_evaluate(server_round, shown, config, grid)
-        dressed = self._dress(messages, active, grid)
+        dressed = self._dress(messages, active, grid, train=False)
         self._instruct(dressed, train=False)
         return dressed
 
@@ -356,7 +391,9 @@ class FedFrozen(Strategy):
         same = all(whole[name].dtype == array.dtype for name, array in arrays.items())
         return arrays, arrays if same else whole
 
-    def _dress(self, messages: Iterable[Message], active: ArrayRecord, grid: Grid) -> list[Message]:
+    def _dress(
+        self, messages: Iterable[Message], active: ArrayRecord, grid: Grid, *, train: bool = True
+    ) -> list[Message]:
         stock = not isinstance(self.strategy, ServerRule)
         self._grid = grid
         self._sent = list(messages)
@@ -368,6 +405,9 @@ class FedFrozen(Strategy):
             value_l2 = self.value_l2 if self.state.spec != self.schedule.always else 0.0
             order = () if self._selection is None else order_of(self._selection)
             self.state.block.dress(self._sent, self.state.spec, value_l2, order)
+        elif train:
+            for message in self._sent:  # what cannot bear the block is to say so now
+                attach_frozen(message, ArrayRecord())
         return list(self._sent)
 
     # --- up ---------------------------------------------------------------------------
@@ -390,15 +430,15 @@ class FedFrozen(Strategy):
         return to_record(self._selection.merge(active, self.state.block.tensors)), metrics
 
     def _check_heard(self, server_round: int) -> None:
-        """Raise UnfitClientsError if a freeze leaves nobody, of clients who could answer before."""
+        """Raise UnfitClientsError if a freeze leaves nobody who could answer."""
         report = self.report
         self._heard = self._heard or report.clients > 0
         if report.clients > 0 or self.state.block is None:
             return
-        log(ERROR, "round %d: %s", server_round, NOBODY)
-        freezes_first = self._heard_before and not self._heard
-        if freezes_first and 0 < report.cohort == len(report.refused):
-            raise UnfitClientsError(f"round {server_round}: {NOBODY}; {report.refused[0]}")
+        said = f"round {server_round}: {NOBODY}{self.frozen_clients}"
+        log(ERROR, said)
+        if not self._heard and 0 < report.cohort == len(report.refused) and not report.diverged:
+            raise UnfitClientsError(f"{said}; {report.refused[0]}")
 
     def aggregate_evaluate(
         self, server_round: int, replies: Iterable[Message]
@@ -419,7 +459,9 @@ class FedFrozen(Strategy):
             decode = partial(self.codecs.receive, x=self._x)
         good = list(accepted(ordered, expected, key, server_round, report, client, decode=decode))
         self._x = {}
-        check_quorum(report, self.min_replies, server_round)
+        new = self.codecs.are_used and not (self._heard or self._heard_before)
+        needs = needs_of("FedFrozen(compression=..., broadcast=...)", [ENCODED]) if new else ""
+        check_quorum(report, self.min_replies, server_round, needs)
         for reply in good:
             name, record = first_arrays(reply.content)
             whole = self._whole(self._tensors(record))

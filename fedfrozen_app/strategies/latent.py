@@ -129,6 +129,11 @@ class FedFrozenLatent(FedFrozen):
         Further arguments of ``FedFrozen``.
     """
 
+    frozen_clients = (
+        "train a latent: use fedfrozen_app.models.latent.LatentTraining in the handler, or take "
+        "FedFrozen"
+    )
+
     def __init__(
         self,
         strategy: ServerRule[Any, Any] | None = None,
@@ -237,8 +242,10 @@ class FedFrozenLatent(FedFrozen):
         shown = to_record({LATENT: self.z})
         return shown, shown
 
-    def _dress(self, messages: Iterable[Message], active: ArrayRecord, grid: Grid) -> list[Message]:
-        dressed = super()._dress(messages, active, grid)
+    def _dress(
+        self, messages: Iterable[Message], active: ArrayRecord, grid: Grid, *, train: bool = True
+    ) -> list[Message]:
+        dressed = super()._dress(messages, active, grid, train=train)
         if self.mapping is not None:
             for message in dressed:
                 mark_latent(message, self.latent.to_text())

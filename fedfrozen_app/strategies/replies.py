@@ -17,6 +17,7 @@ from fedfrozen_app.strategies.norm_bound import ImplausibleError
 from fedfrozen_app.transport.arrays import to_record, to_tensors
 from fedfrozen_app.transport.codec import PACKED, Layout
 from fedfrozen_app.transport.payload import (
+    CLIENT_APP,
     NAMESPACES,
     first_arrays,
     is_extra,
@@ -25,6 +26,7 @@ from fedfrozen_app.transport.payload import (
 )
 
 NON_FINITE = "non-finite values"
+ENCODED = "encoded arrays"  # among what clients answer with
 SECURE_AGGREGATION = (
     "secure aggregation cannot be used here: Flower drives its mods (secagg_mod, secaggplus_mod) "
     "from its legacy workflow alone, which sends and sums one flat vector, and no strategy of "
@@ -55,6 +57,11 @@ class RoundReport:
     def dropped(self) -> int:
         """Number of sampled clients whose reply did not enter the model."""
         return self.cohort - self.clients
+
+    @property
+    def diverged(self) -> bool:
+        """Whether a reply had values that are not finite."""
+        return any(NON_FINITE in reason for reason in self.refused)
 
     def total(self, key: str) -> float:
         """Return a metric summed over the accepted replies."""
@@ -120,9 +127,7 @@ def refusal(
     required metrics, and the round, where the reply names it.
     """
     if reply.has_error():
-        # Flower's runtime gives a whole traceback in colour; its last line says what happened
-        lines = ANSI_STYLE.sub("", reply.error.reason or "").strip().splitlines()
-        return lines[-1].strip() if lines else f"error code {reply.error.code}"
+        return last_line(reply)
     if missing_digest(reply) is not None:
         return "lacks the frozen block"
     content = reply.content
@@ -145,13 +150,24 @@ def refusal(
     return _array_refusal(content, expected)
 
 
+def last_line(reply: Message) -> str:
+    """Return what an error reply says happened.
+
+    Flower's runtime gives a whole traceback in colour, whose last line that is.
+    """
+    lines = ANSI_STYLE.sub("", reply.error.reason or "").strip().splitlines()
+    return lines[-1].strip() if lines else f"error code {reply.error.code}"
+
+
 def unfitness(reply: Message) -> str | None:
     """Return why a client's mods can never answer such a message, None if nothing says so."""
     if not reply.has_error():
         return None
-    reason = reply.error.reason or ""
-    if "secaggplus" in reason:
+    if "secaggplus" in (reply.error.reason or ""):  # in the traceback's paths
         return SECURE_AGGREGATION
+    reason = last_line(reply)
+    if CLIENT_APP in reason:
+        return reason
     if reply.error.code != ErrorCode.MOD_FAILED_PRECONDITION:
         return None
     return reason + (MODS_OUTSIDE if "exactly one ArrayRecord" in reason else "")
@@ -261,8 +277,9 @@ def accepted(
         if decode is not None:
             reason = reason or _decode(reply, decode)
         if reason:
-            report.refused.append(f"client {client(reply)}: {_one_line(reason)}")
-            report.unfit += [unfit] if (unfit := unfitness(reply)) else []
+            unfit = unfitness(reply)
+            report.refused.append(f"client {client(reply)}: {_one_line(unfit or reason)}")
+            report.unfit += [unfit] if unfit else []
             log(WARNING, "round %d: reply of %s dropped", server_round, report.refused[-1])
             continue
         metrics = next(iter(reply.content.metric_records.values()))
@@ -278,6 +295,15 @@ def _one_line(reason: str) -> str:
     return line if len(line) <= LONGEST_REASON else line[: LONGEST_REASON - 3] + "..."
 
 
+def needs_of(rule: str, answers: Sequence[str]) -> str:
+    """Return what to write in a handler whose clients answer with more than a model."""
+    return (
+        f"clients of {rule} answer with {' and '.join(answers)}: use fedfrozen_app.training."
+        "client_rules.ClientRules in the handler as the README shows, or take another rule"
+        + (f"; for encoded arrays alone {CLIENT_APP} will do" if ENCODED in answers else "")
+    )
+
+
 def check_share(min_replies: float) -> None:
     """Raise ValueError if ``min_replies`` is no share of a cohort."""
     if not 0 <= min_replies <= 1:
@@ -286,8 +312,13 @@ def check_share(min_replies: float) -> None:
         )
 
 
-def check_quorum(report: RoundReport, min_replies: float, server_round: int) -> None:
+def check_quorum(
+    report: RoundReport, min_replies: float, server_round: int, needs: str = ""
+) -> None:
     """Raise QuorumError if a round has too few usable replies, naming the first reasons.
+
+    ``needs`` is what clients have to do that plain handlers do not, empty where a reply was used
+    before.
 
     Raises
     ------
@@ -296,16 +327,20 @@ def check_quorum(report: RoundReport, min_replies: float, server_round: int) -> 
     """
     if report.unfit and report.clients == 0:
         raise UnfitClientsError(f"round {server_round}: {report.unfit[0]}")
+    nobody = report.clients == 0 < report.cohort == len(report.refused)
+    if needs and nobody and not report.diverged:
+        raise UnfitClientsError(
+            f"round {server_round}: no reply could be used; {needs}; {report.refused[0]}"
+        )
     needed = math.ceil(min_replies * report.cohort - 1e-9)
     if report.clients >= needed:
         return
     unheard = report.cohort - report.clients - len(report.refused)
     reasons = report.refused[:3] + ([f"{unheard} gave no reply"] if unheard > 0 else [])
-    diverges = any(NON_FINITE in reason for reason in report.refused)
-    if diverges:
+    if report.diverged:
         reasons.append("training diverges: lower lr or set clip-norm")
     raise QuorumError(
         f"round {server_round}: {report.clients} of {report.cohort} replies are usable, "
         f"{needed} are required (min-replies={min_replies}); " + "; ".join(reasons),
-        diverges=diverges,
+        diverges=report.diverged,
     )

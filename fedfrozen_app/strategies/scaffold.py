@@ -143,6 +143,11 @@ class Scaffold(ServerRule[ScaffoldConfig, ScaffoldState]):
         """Whether clients keep something between rounds: they do, their controls."""
         return True
 
+    @property
+    def answers(self) -> list[str]:
+        """What clients answer with beyond a model and its weight: Delta c_i, and codecs'."""
+        return ["controls", *super().answers]
+
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:

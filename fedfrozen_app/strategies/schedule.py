@@ -5,6 +5,18 @@ from typing import Self
 
 from fedfrozen_app.models.patterns import ALL, compose
 
+# presets that are named by what trains under them, or by the word for all
+FROZEN = {
+    ALL: "nothing",
+    "value-head": "all but value rows and head",
+    "head": "all but the head",
+}
+
+
+def in_words(spec: str) -> str:
+    """Return what a selection freezes, for the log."""
+    return FROZEN.get(spec.strip(), spec)
+
 
 @dataclass(frozen=True)
 class FreezeSchedule:
@@ -45,3 +57,13 @@ class FreezeSchedule:
     def specs(self) -> list[str]:
         """Return the selection of every stage."""
         return [compose(spec, self.always) for _, spec in self.stages]
+
+    def describe(self) -> str:
+        """Return what is frozen when, for the log: ``nothing; from round 11: query-key``."""
+        kept = "" if self.always == ALL else in_words(self.always)
+        stages = []
+        for first, spec in self.stages:
+            parts = [kept] if spec == ALL and kept else [in_words(spec), kept]
+            what = ", ".join(filter(None, parts))
+            stages.append(what if first == 1 else f"from round {first}: {what}")
+        return "; ".join(stages)

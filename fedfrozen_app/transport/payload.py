@@ -1,6 +1,8 @@
 """What the messages of a federation carry, and the frozen-block protocol.
 
-After the freeze a message to a client carries the active entries, the name of the
+Before the freeze a train message of ``FedFrozen`` carries the model and an empty frozen block: mods
+before ``active_entries`` that cannot bear the block then say so at once, and not at the freeze.
+After it a message to a client carries the active entries, the name of the
 selection and the digest of the frozen block; the block itself only to a client that has
 not confirmed it yet. A client without the block answers *missing* and is sent it in the
 same round. Replies carry active entries only.
@@ -32,6 +34,8 @@ VALUE_L2 = "ff.value-l2"
 FREEZE = "ff.freeze"  # the frozen block's SHA-256 [32 bytes], then the name of the selection
 DIGEST_BYTES = 32
 ORDER = "ff.order"  # of the whole model, see transport.order
+# what the mod of fedfrozen_app.mods has to be in
+CLIENT_APP = "ClientApp(mods=[active_entries()])"
 # key of the reply record of a client that lacks the frozen block
 MISSING = "ff.missing"
 # the one flat array of a latent, and what fixes its map

@@ -1,6 +1,7 @@
 """A selection says exactly which rows train, and its two halves are the whole."""
 
 import pickle
+import re
 
 import numpy as np
 import pytest
@@ -361,6 +362,7 @@ def test_presets_can_be_widened_by_patterns() -> None:
         ("*", r"leaves nothing to train; add an item like '!head"),
         ("", "frozen='' must be one of all, query-key, value-head, head, or name patterns"),
         ("auto", "item 'auto' matches no entry"),
+        ("query_key", "item 'query_key' matches no entry; the preset is 'query-key'; use a glob"),
         ("blocks.0.attn.qkv", "item 'blocks.0.attn.qkv' matches no entry"),
     ],
 )
@@ -373,7 +375,8 @@ def test_a_preset_that_matches_nothing_names_the_closest_entries() -> None:
     shapes = {"conv1.weight": (7, 3, 3, 3), "layer1.attn.weight": (7, 7), "fc.weight": (5, 7)}
     with pytest.raises(
         ValueError,
-        match="query-key found no query or key entries; closest are 'layer1.attn.weight'.*patterns",
+        match="query-key found no query or key entries, and entries that look like attention are "
+        "'layer1.attn.weight'; .* example frozen='layer1.attn.weight'",
     ):
         Selection.build("query-key", shaped(shapes))
     with pytest.raises(ValueError, match="found no value entries"):
@@ -382,6 +385,49 @@ def test_a_preset_that_matches_nothing_names_the_closest_entries() -> None:
         value_rows(shaped(shapes))
     with pytest.raises(ValueError, match="'note' has no shape"):
         Selection.build("all", {"note": "text"})
+
+
+@pytest.mark.parametrize("preset", ["query-key", "value-head"])
+def test_a_model_without_attention_is_told_so_and_no_unrelated_entry(preset: str) -> None:
+    shapes = {"conv1.weight": (7, 3, 3, 3), "layer1.monkey.weight": (7, 7), "fc.weight": (5, 7)}
+    with pytest.raises(ValueError, match="no entry looks like attention by its name") as error:
+        Selection.build(preset, shaped(shapes))
+    assert "monkey" not in str(error.value)
+
+
+BERT = "bert.encoder.layer.0."
+
+
+@pytest.mark.parametrize(
+    ("spec", "nearest"),
+    [
+        # the same module at the end wins over a longer piece of the same letters
+        ("encoder.layer.0.attn.query.weight", f"{BERT}attention.self.query.weight"),
+        # a typo in the module: what lies beside it
+        (f"{BERT}attention.self.querry.weight", f"{BERT}attention.self.query.weight"),
+        (f"{BERT}attention.self.query.weigth", f"{BERT}attention.self.query.weight"),
+        # another library's names: parts of attention, and not the output's dense
+        ("encoder.layers.0.attn.q_proj.weight", f"{BERT}attention.self.query.weight"),
+        ("*.attn.q_proj.weight", f"{BERT}attention.self.query.weight"),
+        (f"{BERT}intermediate.densed.weight", f"{BERT}intermediate.dense.weight"),
+        # a module's name without its entries
+        ("bert.encoder.layer.1.output", "bert.encoder.layer.1.output.dense.weight"),
+    ],
+)
+def test_the_nearest_names_go_by_path_before_spelling(spec: str, nearest: str) -> None:
+    parts = ("attention.self.query", "attention.self.key", "attention.output.dense")
+    modules = [f"layer.{i}.{p}" for i in (0, 1) for p in (*parts, "intermediate.dense")]
+    modules += [f"layer.{i}.output.dense" for i in (0, 1)]
+    shapes = {f"bert.encoder.{m}.weight": (7, 7) for m in modules} | {"query_weight": (7,)}
+    with pytest.raises(ValueError, match=f"closest are '{re.escape(nearest)}'"):
+        Selection.build(spec, shaped(shapes))
+
+
+def test_the_nearest_names_are_of_several_kinds_and_not_one_of_every_block() -> None:
+    shapes = {f"blocks.{i}.attn.{kind}.weight": (21, 7) for i in range(12) for kind in "abcd"}
+    with pytest.raises(ValueError, match="closest are") as error:
+        Selection.build("blocks.3.attn.qkv.weight", shaped(shapes))
+    assert re.findall(r"'blocks\.3\.attn\.(\w)\.weight'", str(error.value)) == ["a", "b", "c"]
 
 
 # --- split and merge ----------------------------------------------------------------------

@@ -10,7 +10,13 @@ import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.client.mod import secagg_mod, secaggplus_mod
 from flwr.clientapp import ClientApp
-from flwr.clientapp.mod import LocalDpMod, arrays_size_mod, fixedclipping_mod, message_size_mod
+from flwr.clientapp.mod import (
+    LocalDpMod,
+    adaptiveclipping_mod,
+    arrays_size_mod,
+    fixedclipping_mod,
+    message_size_mod,
+)
 from flwr.clientapp.typing import Mod
 from flwr.serverapp import strategy as flower
 from torch import nn
@@ -245,6 +251,25 @@ def test_a_late_joiner_needs_nothing_but_the_message(tmp_path: Path) -> None:
         assert given[KERNEL].shape == (24, 8)
 
 
+@pytest.mark.parametrize("rule", [flower.FedAvg, ours.FedAvg])
+def test_a_server_without_fedfrozen_is_warned_of_once_and_with_the_remedy(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, rule: Callable[..., Any]
+) -> None:
+    project = Project(tmp_path)
+    project.run(rule(fraction_evaluate=1.0))
+    (warning,) = warnings_of(caplog)
+    assert "wrap it: fedfrozen_app.strategies.FedFrozen(strategy=" in warning
+    assert project.seen == [list(WHOLE)] * 9
+
+
+def test_a_warmup_that_never_ends_is_not_taken_for_a_server_without_fedfrozen(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    project = Project(tmp_path)
+    project.run(FedFrozen(strategy=fedavg(fraction_evaluate=1.0), warmup_rounds=9))
+    assert warnings_of(caplog) == []
+
+
 def test_messages_without_arrays_pass(tmp_path: Path) -> None:
     mod = active_entries(tmp_path)
     Project(tmp_path)  # messages need an identity of the process
@@ -302,11 +327,29 @@ def test_error_feedback_of_a_round_enters_the_next(tmp_path: Path) -> None:
 
 
 # --- rules of this package -----------------------------------------------------------------------
-@pytest.mark.parametrize("name", ["FedAvg", "FedAvgM", "FedAdam", "FedYogi", "FedAdagrad"])
+@pytest.mark.parametrize(
+    "name", ["FedAvg", "FedProx", "FedAvgM", "FedAdam", "FedYogi", "FedAdagrad"]
+)
 def test_three_rounds_under_a_rule_of_this_package(name: str, tmp_path: Path) -> None:
     project = Project(tmp_path)
     rule: ServerRule[Any, Any] = getattr(ours, name)(fraction_evaluate=0.0)
     strategy = FedFrozen(strategy=rule, warmup_rounds=1)
+    project.run(strategy)
+    check_frozen(project, strategy)
+
+
+def test_fednova_needs_one_metric_of_the_handler(tmp_path: Path) -> None:
+    project = Project(tmp_path)
+    plain = project.train
+
+    def train(message: Message, context: Context) -> Message:
+        reply = plain(message, context)
+        reply.content["metrics"]["steps"] = 2
+        return reply
+
+    project.train = train  # type: ignore[method-assign]
+    project.__post_init__()
+    strategy = FedFrozen(strategy=ours.FedNova(fraction_evaluate=0.0), warmup_rounds=1)
     project.run(strategy)
     check_frozen(project, strategy)
 
@@ -321,11 +364,53 @@ def test_latents_end_in_their_first_round_and_say_what_to_write(tmp_path: Path) 
         Project(tmp_path).run(FedFrozenLatent(ours.FedAvg(fraction_evaluate=0.0)))
 
 
+PLAIN = {  # what a handler of plain models cannot answer, and what the error says to write
+    "Scaffold": (
+        lambda: FedFrozen(strategy=ours.Scaffold(fraction_evaluate=0.0)),
+        "clients of Scaffold answer with controls: use .*ClientRules in the handler",
+    ),
+    "FedNova": (
+        lambda: FedFrozen(strategy=ours.FedNova(fraction_evaluate=0.0)),
+        "clients of FedNova answer with the metric 'steps': .*client 0: metric 'steps' is missing",
+    ),
+    "int8": (
+        lambda: FedFrozen(strategy=fedavg(), compression="int8"),
+        r"answer with encoded arrays: .* alone ClientApp\(mods=\[active_entries\(\)\]\) will do",
+    ),
+    "int8 of a rule": (
+        lambda: FedFrozen(compression="int8", fraction_evaluate=0.0),
+        r"clients of FedAvg answer with encoded arrays: .* ClientApp\(mods=\[active_entries",
+    ),
+    "latents": (
+        lambda: FedFrozenLatent(ours.FedAvg(fraction_evaluate=0.0)),
+        "clients train a latent: use .*LatentTraining in the handler",
+    ),
+    "no warm-up": (
+        lambda: FedFrozen(strategy=fedavg(), warmup_rounds=0),
+        r"clients need ClientApp\(mods=\[active_entries\(\)\]\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_plain_handlers_end_the_first_round_of_what_needs_more_and_are_told_what(
+    name: str, tmp_path: Path
+) -> None:
+    build, remedy = PLAIN[name]
+    project = Project(tmp_path, freeze=False)
+    project.app = ClientApp()
+    project.app.train()(project.train)
+    project.grid = LedgerGrid(LocalGrid(project.app, 3))
+    with pytest.raises(UnfitClientsError, match=f"round 1: .*{remedy}"):
+        project.run(build(), 5)
+    assert len(project.models) == 1
+
+
 @pytest.mark.parametrize("rule", [flower.FedAvg, ours.FedAvg])
 def test_clients_without_the_mod_end_the_first_frozen_round(
     tmp_path: Path, rule: Callable[..., Any]
 ) -> None:
-    project = Project(tmp_path)
+    project = Project(tmp_path, freeze=False)
     project.app = ClientApp()
     project.app.train()(project.train)
     project.grid = LedgerGrid(LocalGrid(project.app, 3))
@@ -404,16 +489,49 @@ def test_client_side_clipping_bounds_the_active_update(tmp_path: Path) -> None:
         assert 0.001 < step <= 0.01 + 1e-5
 
 
-def test_a_clipping_mod_before_active_entries_is_told_where_it_belongs(tmp_path: Path) -> None:
-    strategy = FedFrozen(
-        strategy=flower.DifferentialPrivacyClientSideFixedClipping(fedavg(), 0.0, 0.01, 3),
-        warmup_rounds=1,
-    )
-    expected = (
-        r"round 2: fixedclipping_mod expects .*mods=\[active_entries\(\), fixedclipping_mod\]"
-    )
+OUTER = {
+    "fixedclipping_mod": (
+        fixedclipping_mod,
+        lambda: flower.DifferentialPrivacyClientSideFixedClipping(fedavg(), 0.0, 0.01, 3),
+    ),
+    "adaptiveclipping_mod": (
+        adaptiveclipping_mod,
+        lambda: flower.DifferentialPrivacyClientSideAdaptiveClipping(fedavg(), 0.0, 3),
+    ),
+    "LocalDpMod": (LocalDpMod(0.5, 0.01, 5.0, 0.1), fedavg),
+}
+
+
+@pytest.mark.parametrize("name", OUTER)
+def test_a_mod_on_arrays_before_active_entries_is_told_where_it_belongs_before_any_training(
+    name: str, tmp_path: Path
+) -> None:
+    mod, rule = OUTER[name]
+    project = Project(tmp_path, outer=[mod])
+    expected = rf"round 1: {name} expects .*mods=\[active_entries\(\), fixedclipping_mod\]"
     with pytest.raises(UnfitClientsError, match=expected):
-        Project(tmp_path, outer=[fixedclipping_mod]).run(strategy)
+        project.run(FedFrozen(strategy=rule(), warmup_rounds=2))
+    assert project.seen == []
+
+
+def test_one_client_with_its_mods_in_a_wrong_order_is_dropped_with_the_right_one(
+    tmp_path: Path,
+) -> None:
+    project, rule = Project(tmp_path), OUTER["fixedclipping_mod"][1]()
+    right, wrong = project.app, ClientApp(mods=[fixedclipping_mod, project.active])
+    wrong.train()(project.train)
+    project.mods, project.app = [fixedclipping_mod], ClientApp()
+    project.__post_init__()
+    right = project.app
+
+    def either(message: Message, context: Context) -> Message:
+        return (wrong if context.node_id == 2 else right)(message, context)
+
+    project.grid = LedgerGrid(LocalGrid(either, 3))  # type: ignore[arg-type]
+    strategy = FedFrozen(strategy=rule, warmup_rounds=1)
+    project.run(strategy, rounds=1)
+    (refused,) = strategy.report.refused
+    assert "ClientApp(mods=[active_entries(), fixedclipping_mod])" in refused
 
 
 def test_a_clipping_mod_without_its_strategy_ends_the_first_round(tmp_path: Path) -> None:
@@ -448,9 +566,18 @@ def test_a_reply_that_is_not_the_whole_state_dict_names_the_entry(
     project.train = trains_head  # type: ignore[method-assign]
     project.__post_init__()
     strategy = FedFrozen(strategy=fedavg(), warmup_rounds=0)
-    project.run(strategy, rounds=1)
-    assert strategy.report.dropped == 3
-    assert "entry 'head.bias' is missing" in strategy.report.refused[0]
+    with pytest.raises(UnfitClientsError, match=r"round 1: .*entry 'head\.bias' is missing"):
+        project.run(strategy, rounds=1)
+
+
+def test_a_mod_that_was_not_called_ends_the_first_round_and_says_so(tmp_path: Path) -> None:
+    project = Project(tmp_path)
+    project.active = active_entries  # type: ignore[assignment]
+    project.__post_init__()
+    expected = r"^round 1: TypeError: .*call it: active_entries\(\), so ClientApp\(mods="
+    with pytest.raises(UnfitClientsError, match=expected) as error:
+        project.run(frozen_fedavg())
+    assert "\n" not in str(error.value) and project.seen == []
 
 
 def test_selection_of_a_message_that_no_mod_opened_says_which_one_to_add(tmp_path: Path) -> None:
@@ -462,9 +589,10 @@ def test_selection_of_a_message_that_no_mod_opened_says_which_one_to_add(tmp_pat
     project.active = bare  # type: ignore[method-assign]
     project.loaded = lambda message: classifier()  # type: ignore[method-assign]
     project.__post_init__()
-    strategy = FedFrozen(strategy=fedavg(), warmup_rounds=0)
-    project.run(strategy, rounds=1)
-    assert "put active_entries() into ClientApp" in strategy.report.refused[0]
+    strategy = FedFrozen(strategy=fedavg(), warmup_rounds=2)
+    expected = r"round 1: .*no active_entries.* make it ClientApp\(mods=\[active_entries\(\)\]\)"
+    with pytest.raises(UnfitClientsError, match=expected):
+        project.run(strategy)
 
 
 def test_a_selection_that_matches_nothing_names_the_nearest_parameters(tmp_path: Path) -> None:

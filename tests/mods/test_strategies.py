@@ -5,13 +5,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from flwr.app import ArrayRecord, ConfigRecord
 from flwr.clientapp.mod import adaptiveclipping_mod, fixedclipping_mod
 from flwr.clientapp.typing import Mod
 from flwr.serverapp import strategy as flower
 from flwr.serverapp.strategy import Strategy
 
 from fedfrozen_app.strategies import FedFrozen
-from tests.mods.project import Project, check_frozen
+from tests.mods.project import Project, check_frozen, classifier
 
 NO_EVALUATION = {"fraction_evaluate": 0.0}
 
@@ -90,3 +91,31 @@ def test_a_strategy_of_the_legacy_api_is_refused_where_it_is_wrapped() -> None:
 
     with pytest.raises(ValueError, match=r"got flwr\.server\.strategy\.fedavg\.FedAvg; .*secure"):
         FedFrozen(strategy=LegacyFedAvg())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", [name for name in STRATEGIES if name.endswith("Clipping")])
+def test_a_wrapper_of_flower_around_fedfrozen_is_refused_before_any_training(
+    name: str, tmp_path: Path
+) -> None:
+    wrapper = STRATEGIES[name]()
+    wrapper.strategy = FedFrozen(strategy=flower.FedAvg(), warmup_ratio=0.5)  # type: ignore[attr-defined]
+    project = Project(tmp_path)
+    with pytest.raises(ValueError, match=r"whole models .*FedFrozen\(strategy=DifferentialPriv"):
+        project.run(wrapper)
+    assert project.seen == [] and project.grid.take().bytes_down == 0
+
+
+def test_a_loop_of_ones_own_checks_the_model_first(tmp_path: Path) -> None:
+    arrays, grid = ArrayRecord(classifier().state_dict()), Project(tmp_path).grid
+    strategy = FedFrozen(warmup_rounds=1)
+    with pytest.raises(ValueError, match=r"A loop of your own calls check\(arrays\) first"):
+        strategy.configure_train(1, arrays, ConfigRecord(), grid)
+    strategy.check(arrays)
+    assert len(list(strategy.configure_train(1, arrays, ConfigRecord(), grid))) == 3
+
+
+def test_fedfrozen_around_fedfrozen_is_refused() -> None:
+    inner = flower.DifferentialPrivacyServerSideFixedClipping(FedFrozen(), 0.1, 0.5, 3)
+    for strategy in (FedFrozen(), inner):
+        with pytest.raises(ValueError, match=r"freezes already; .*schedule=FreezeSchedule"):
+            FedFrozen(strategy=strategy)

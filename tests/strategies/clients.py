@@ -19,7 +19,7 @@ from torch import nn
 from fedfrozen_app import client_app
 from fedfrozen_app.engine.local_grid import LocalGrid
 from fedfrozen_app.models.freeze import trainable_parameters
-from fedfrozen_app.strategies import Scaffold, ServerRule, State, Update
+from fedfrozen_app.strategies import FedFrozen, Scaffold, ServerRule, State, Update
 from fedfrozen_app.training.hooks import Hook
 from fedfrozen_app.training.local import LocalResult, LocalTraining, train
 from fedfrozen_app.training.worker import Worker
@@ -253,6 +253,8 @@ class Clients:
     def replies(self, strategy: Strategy, server_round: int, arrays: Tensors) -> list[Message]:
         """Return what the round's clients answer."""
         record, config = to_record(arrays), ConfigRecord()
+        if isinstance(strategy, FedFrozen):
+            strategy.check(record)
         messages = strategy.configure_train(server_round, record, config, self.grid)
         with mock.patch.object(client_app, "resident", lambda _: self.worker):
             return list(self.grid.send_and_receive(messages))

@@ -5,16 +5,20 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import Strategy
 
 from fedfrozen_app.engine.local_grid import LocalGrid
 from fedfrozen_app.models.selection import Selection
+from fedfrozen_app.strategies import FedFrozen
 from fedfrozen_app.transport.arrays import to_record, to_tensors
 from fedfrozen_app.transport.frozen_cache import FrozenCache
-from fedfrozen_app.transport.ledger import LedgerGrid, Traffic
+from fedfrozen_app.transport.ledger import LedgerGrid, Traffic, wire_bytes
 from fedfrozen_app.transport.payload import (
+    ARRAYS,
+    CONFIG,
+    FROZEN,
     MissingFrozenBlock,
     missing_reply,
     open_payload,
@@ -95,6 +99,8 @@ class Federation:
         self, strategy: Strategy, server_round: int, arrays: ArrayRecord
     ) -> tuple[ArrayRecord, Traffic]:
         """Run one round as ``Strategy.start`` does and return model and traffic."""
+        if isinstance(strategy, FedFrozen):
+            strategy.check(arrays)
         messages = strategy.configure_train(server_round, arrays, ConfigRecord(), self.grid)
         replies = self.grid.send_and_receive(messages)
         aggregated, _ = strategy.aggregate_train(server_round, replies)
@@ -114,3 +120,12 @@ class Federation:
 def _shapes(counter: bool) -> dict[str, torch.Tensor]:
     shapes = {**SHAPES, COUNTER: ()} if counter else SHAPES
     return {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+
+
+def without_empty_block(traffic: Traffic, messages: int) -> Traffic:
+    """What is left of a warm-up's round without the empty block in its train messages."""
+    empty = ArrayRecord()
+    both = wire_bytes(RecordDict({ARRAYS: empty, CONFIG: empty, FROZEN: empty}))
+    size = both - wire_bytes(RecordDict({ARRAYS: empty, CONFIG: empty}))
+    assert size == 160
+    return replace(traffic, wire_bytes_down=traffic.wire_bytes_down - messages * size)

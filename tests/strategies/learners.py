@@ -13,6 +13,7 @@ from torch import nn
 from fedfrozen_app.engine.local_grid import LocalGrid
 from fedfrozen_app.models.freeze import freeze_
 from fedfrozen_app.models.selection import Selection
+from fedfrozen_app.strategies import FedFrozen
 from fedfrozen_app.strategies.effective_steps import effective_steps
 from fedfrozen_app.strategies.scaffold import Scaffold
 from fedfrozen_app.strategies.versions import ClientVersions
@@ -129,6 +130,8 @@ class Learners:
         return to_record({name: tensor.clone() for name, tensor in whole.items()})
 
     def round(self, strategy: Strategy, server_round: int, arrays: ArrayRecord) -> ArrayRecord:
+        if isinstance(strategy, FedFrozen):
+            strategy.check(arrays)
         messages = strategy.configure_train(server_round, arrays, ConfigRecord(), self.grid)
         replies = self.grid.send_and_receive(messages)
         aggregated, _ = strategy.aggregate_train(server_round, replies)

@@ -335,6 +335,7 @@ def test_a_refused_reply_moves_neither_c_nor_the_clients_control(
     arrays = clients.initial()
     expected = {1: [1, 1, 1, 1], 2: [2, 1, 2, 2], 3: [3, 1, 3, 3], 4: [4, 4, 3, 4], 5: [5] * 4}
     after_first = None
+    strategy.check(arrays)
     for server_round in range(1, 7):
         messages = list(
             strategy.configure_train(server_round, arrays, ConfigRecord(), clients.grid)

@@ -38,7 +38,15 @@ from fedfrozen_app.transport.payload import (
     open_payload,
     train_reply,
 )
-from tests.strategies.federation import HEAD, QKV, WHOLE_BYTES, WIDTH, Federation, initial
+from tests.strategies.federation import (
+    HEAD,
+    QKV,
+    WHOLE_BYTES,
+    WIDTH,
+    Federation,
+    initial,
+    without_empty_block,
+)
 from tests.strategies.learners import sequences, small_transformer
 
 DIM, RANK = 5, 3
@@ -132,7 +140,7 @@ def test_a_warmup_as_long_as_the_run_is_the_rule_bit_for_bit(
     strategy = flite(RULES[rule](), warmup_rounds=3)
     model, traffic = clients().run(strategy, 3)
     assert same(model, plain) and not same(model, initial())
-    assert traffic == plain_traffic
+    assert [without_empty_block(each, 3) for each in traffic] == plain_traffic
     assert strategy.mapping is None and strategy.identity_error is None
 
 

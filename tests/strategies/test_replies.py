@@ -8,7 +8,7 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 
 from fedfrozen_app.engine.local_grid import LocalGrid
-from fedfrozen_app.strategies import FedAvg, FedFrozen, QuorumError
+from fedfrozen_app.strategies import FedAvg, FedFrozen, QuorumError, UnfitClientsError
 from fedfrozen_app.strategies.replies import (
     in_client_order,
     is_finite,
@@ -127,13 +127,13 @@ def test_an_error_reply_is_known_by_its_message_or_its_node(tmp_path: Path) -> N
 def test_whoever_asks_for_another_block_than_the_one_in_force_gets_none(tmp_path: Path) -> None:
     federation = Federation(tmp_path)
     strategy = FedFrozen(warmup_rounds=0)
-    messages = list(
-        strategy.configure_train(1, to_record(initial()), ConfigRecord(), federation.grid)
-    )
+    arrays = to_record(initial())
+    strategy.check(arrays)
+    messages = list(strategy.configure_train(1, arrays, ConfigRecord(), federation.grid))
     federation.grid.take()
     asking = [missing_reply(message, "0" * 64) for message in messages]
-    arrays, _ = strategy.aggregate_train(1, asking)
-    assert arrays is None
+    with pytest.raises(UnfitClientsError, match="client 0: lacks the frozen block"):
+        strategy.aggregate_train(1, asking)
     assert federation.grid.take().bytes_down == 0
     assert strategy.report.refused == [f"client {c}: lacks the frozen block" for c in range(3)]
 
@@ -145,6 +145,7 @@ def test_metrics_that_differ_from_the_first_replys_are_refused(
 ) -> None:
     strategy = FedFrozen(kind(), warmup_rounds=0)
     arrays, metrics = to_record(initial()), {"num-examples": 7, "train_loss": 0.5}
+    strategy.check(arrays)
     sent = list(strategy.configure_train(1, arrays, ConfigRecord(), Federation(tmp_path).grid))
     replies = []
     for i, message in enumerate(sorted(sent, key=lambda m: m.metadata.dst_node_id)):

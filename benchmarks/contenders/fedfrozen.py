@@ -1,4 +1,4 @@
-"""This project: the in-process engine, as ``fedfrozen run`` drives it.
+"""The in-process engine of this project, as ``fedfrozen run`` drives it.
 
 Further arguments are config keys, such as ``eval-every=0``. The rounds are those of
 ``Federation.run`` itself; only where it reports a round does it wait for the next command.

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -20,10 +20,6 @@ from fedfrozen_app.training.worker import Worker
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"  # data and weights beside the checkout
 DINO = "vit_small_patch14_dinov2"
-SYNTHETIC = "synthetic"  # a data-dir that is made where it is needed
-SYNTHETIC_IMAGES = {"train": 32, "test": 8}
-SYNTHETIC_CLASSES = 10
-SYNTHETIC_PIXELS = 224
 SETTINGS = ("seed", "batch_size", "lr", "momentum", "weight_decay", "precision", "local_epochs")
 
 
@@ -32,11 +28,22 @@ class Unavailable(RuntimeError):
 
 
 @dataclass(frozen=True)
+class Images:
+    """A data set of noise: how many square images of how many pixels a side."""
+
+    train: int = 32
+    test: int = 8
+    pixels: int = 224
+    classes: ClassVar[int] = 10
+
+
+@dataclass(frozen=True)
 class Workload:
     """What every contender does in a round.
 
     ``pairwise`` = contenders take turns with the plain loop one by one, because all of them at
-    once would not fit into memory. ``needs`` are files below the shared folder.
+    once would not fit into memory. ``needs`` are files below the shared folder, ``images`` a data
+    set to make.
     """
 
     title: str
@@ -44,6 +51,7 @@ class Workload:
     repetitions: int
     pairwise: bool = False
     needs: tuple[str, ...] = ()
+    images: Images | None = None
 
 
 # `weights=none` means the same seeded values in every contender.
@@ -61,8 +69,7 @@ WORKLOADS = {
     "vit-b-32": Workload(
         "ViT-B/32 at 224 px, 4 clients x 1 step of 2",
         {
-            "dataset": SYNTHETIC,
-            "data-dir": SYNTHETIC,
+            "dataset": "noise",
             "augment": "none",
             "model": "vit-b-32",
             "weights": "none",
@@ -73,6 +80,7 @@ WORKLOADS = {
         },
         repetitions=7,
         pairwise=True,
+        images=Images(),
     ),
     "vit-s-14": Workload(
         "ViT-S/14 at 56 px, bf16, CIFAR-10, 10 clients x 1 epoch",
@@ -109,8 +117,8 @@ def config_of(
         if not (SHARED / name).exists():
             raise Unavailable(f"{SHARED / name} is not there")
     keys = dict(workload.keys)
-    if keys.get("data-dir") == SYNTHETIC:
-        keys["data-dir"] = str(write_synthetic(scratch / SYNTHETIC))
+    if workload.images is not None:
+        keys["data-dir"] = str(write_images(workload.images, scratch / "images"))
     elif "data-dir" in keys:
         keys["data-dir"] = str(SHARED / keys["data-dir"])
         keys["weights"] = str(SHARED / keys["weights"])
@@ -125,19 +133,20 @@ def config_of(
     return RunConfig.from_mapping(keys, common)
 
 
-def write_synthetic(folder: Path) -> Path:
+def write_images(made: Images, folder: Path) -> Path:
     """Write a data set of noise as parquet files, once, and return its folder."""
-    from datasets import ClassLabel, Dataset, Features, Image
+    from datasets import ClassLabel, Dataset, Features, Image, disable_progress_bars
 
-    names = [str(label) for label in range(SYNTHETIC_CLASSES)]
+    disable_progress_bars()
+    names = [str(label) for label in range(made.classes)]
     features = Features({"image": Image(), "label": ClassLabel(names=names)})
     folder.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(1)
-    for split, count in SYNTHETIC_IMAGES.items():
-        shape = (count, SYNTHETIC_PIXELS, SYNTHETIC_PIXELS, 3)
+    for split, count in (("train", made.train), ("test", made.test)):
+        shape = (count, made.pixels, made.pixels, 3)
         rows = {
             "image": list(rng.integers(0, 256, shape, dtype=np.uint8)),
-            "label": [i % SYNTHETIC_CLASSES for i in range(count)],
+            "label": [i % made.classes for i in range(count)],
         }
         if not (folder / f"{split}.parquet").exists():
             Dataset.from_dict(rows, features=features).to_parquet(folder / f"{split}.parquet")

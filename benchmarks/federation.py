@@ -26,7 +26,7 @@ from typing import Any
 
 from children import Child, Contender, ContenderError
 from tables import difference, markdown, summary
-from whole import JOBS, LEAN, measure_job
+from whole import JOBS, LEAN, RUNS, measure_job
 from workloads import WORKLOADS, Unavailable, Workload, config_of, write_task_apart
 
 WARMUP_ROUNDS = 1
@@ -126,15 +126,7 @@ def tables(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
             if name in WORKLOADS:
                 found.append(measure(name, args, folder))
             else:
-                found.append(
-                    measure_job(
-                        name,
-                        folder,
-                        threads=args.threads,
-                        jobs=args.at_once,
-                        repetitions=args.repetitions,
-                    )
-                )
+                found.append(measure_job(name, folder, args.runs, args))
         except Unavailable as error:
             found.append({"workload": name, "title": workload.title, "skipped": str(error)})
         print(markdown({"threads": args.threads, "tables": found[-1:]}), flush=True)
@@ -150,6 +142,8 @@ def main() -> None:
     parser.add_argument("--workloads", nargs="*", default=default, choices=list(WORKLOADS))
     parser.add_argument("--contenders", nargs="*", default=every, choices=every)
     parser.add_argument("--jobs", nargs="*", default=list(JOBS), choices=list(JOBS))
+    flower = [run for run in RUNS if run.startswith("flower")]
+    parser.add_argument("--runs", nargs="*", default=flower, choices=RUNS[1:], help="in --jobs")
     parser.add_argument("--at-once", type=int, default=1, help="clients at once in --jobs")
     parser.add_argument("--repetitions", type=int, default=0, help="0 = the workload's own")
     parser.add_argument("--threads", type=int, default=1, help="torch threads of every contender")

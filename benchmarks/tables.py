@@ -73,6 +73,8 @@ def _line(row: Mapping[str, Any]) -> str:
 
 
 def _whole_line(row: Mapping[str, Any]) -> str:
+    if "failed" in row:
+        return f"| {row['contender']} | - | - | - | - | - | - | {row['failed']} |"
     low, high = row["seconds_quartiles"]
     accuracy = "-" if row["accuracy"] is None else f"{row['accuracy']:.4f}"
     return (

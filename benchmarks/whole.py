@@ -4,11 +4,13 @@ Each run is a process of its own with as many rounds; the two take turns. A late
 every one but the first, in which Flower starts Ray, by each one's own clock.
 """
 
+import argparse
 import json
 import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -45,7 +47,7 @@ JOBS = {
     ),
     "vit-b-32-job": Job(replace(WORKLOADS["vit-b-32"], pairwise=False), rounds=4, repetitions=2),
 }
-RUNS = ("fedfrozen", "flower", "flower, model kept")
+RUNS = ("fedfrozen", "flower", "flower, model kept", "nvflare")
 
 
 def run_measured(command: list[str], log: Path, threads: int) -> tuple[float, float]:
@@ -102,23 +104,56 @@ def run_flower(config: RunConfig, job: Job, folder: Path, jobs: int, *words: str
     }
 
 
-def measure_job(
-    name: str, scratch: Path, *, threads: int, jobs: int, repetitions: int = 0
+def run_nvflare(
+    config: RunConfig, job: Job, folder: Path, jobs: int, python: str
 ) -> dict[str, Any]:
-    """Return the table of one job."""
+    """Run NVIDIA FLARE's simulator and return what it took; a round begins with its clients."""
+    task, threads = folder / "task.pt", config.resolved_threads
+    log = Path(f"{task}.nvflare.log")
+    log.unlink(missing_ok=True)
+    command = [python, "-m", "contenders.nvflare", str(task), str(job.rounds), str(jobs)]
+    seconds, peak = run_measured(command, folder / "nvflare.log", threads)
+    began: dict[int, float] = {}
+    for server_round, _, at, _ in map(json.loads, log.read_text().splitlines()):
+        began[server_round] = min(at, began.get(server_round, at))
+    times = [began[server_round] for server_round in sorted(began)]
+    return {
+        "seconds": seconds,
+        "peak_mb": peak,
+        "later": [b - a for a, b in zip(times, times[1:], strict=False)],
+        "accuracy": None,
+        "weights": torch.load(f"{task}.nvflare", weights_only=True),
+    }
+
+
+def measure_job(
+    name: str, scratch: Path, runs: Sequence[str], args: argparse.Namespace
+) -> dict[str, Any]:
+    """Return the table of one job: "fedfrozen" and the other runs, in turn."""
     job = JOBS[name]
-    config = config_of(job.workload, scratch, threads=threads)
+    jobs = args.at_once
+    config = config_of(job.workload, scratch, threads=args.threads)
     if name == "digits-job":
         config = config.model_copy(update={"strategy": "fedfrozen"})
     folder = scratch / f"{name}-{jobs}"
     folder.mkdir()
     write_task_apart(config.model_copy(update={"rounds": job.rounds}), folder / "task.pt")
-    found: dict[str, list[dict[str, Any]]] = {run: [] for run in RUNS}
-    for _ in range(repetitions or job.repetitions):
-        found["fedfrozen"].append(run_fedfrozen(config, job, folder, jobs))
-        found["flower"].append(run_flower(config, job, folder, jobs))
-        found["flower, model kept"].append(run_flower(config, job, folder, jobs, "keep-model"))
-    rows = [_row(run, found[run], found["fedfrozen"]) for run in RUNS]
+    calls: dict[str, Callable[[], dict[str, Any]]] = {
+        "fedfrozen": lambda: run_fedfrozen(config, job, folder, jobs),
+        "flower": lambda: run_flower(config, job, folder, jobs),
+        "flower, model kept": lambda: run_flower(config, job, folder, jobs, "keep-model"),
+        "nvflare": lambda: run_nvflare(config, job, folder, jobs, args.peers),
+    }
+    found: dict[str, list[dict[str, Any]]] = {run: [] for run in ("fedfrozen", *runs)}
+    failed: dict[str, str] = {}
+    for _ in range(args.repetitions or job.repetitions):
+        for run in [run for run in found if run not in failed]:
+            try:
+                found[run].append(calls[run]())
+            except ContenderError as error:
+                failed[run] = str(error)
+    rows = [_row(run, found[run], found["fedfrozen"]) for run in found if run not in failed]
+    rows += [{"contender": run, "failed": why} for run, why in failed.items()]
     title = f"{job.workload.title}, {jobs} at once"
     return {"workload": name, "title": title, "kind": "whole", "rows": rows}
 

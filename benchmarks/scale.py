@@ -81,7 +81,10 @@ def clients(args: argparse.Namespace, scratch: Path) -> dict[str, Any]:
         images = Images(train=EXAMPLES * max(args.clients), test=20, pixels=8)
         workload = Workload(f"{number} clients", keys, 1, images=images)
         children[number], seconds = start(workload, scratch / str(number), args.threads)
-        found[number] = {"start_seconds": round(seconds, 2)}
+        found[number] = {
+            "start_seconds": round(seconds, 2),
+            "start_cpu_seconds": round(children[number].start["cpu_seconds"], 2),
+        }
     rounds: dict[int, list[dict[str, float]]] = {number: [] for number in children}
     for _ in range(args.rounds):
         for number, child in children.items():

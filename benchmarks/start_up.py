@@ -22,7 +22,7 @@ import json, os, sys, time
 ticks = os.sysconf("SC_CLK_TCK")
 born = int(open("/proc/self/stat").read().rpartition(")")[2].split()[19]) / ticks
 def age():
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - born
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - born, time.process_time()
 marks = {"python": age()}
 import torch
 marks["torch"] = age()
@@ -45,8 +45,8 @@ with LocalGrid(rounds.CLIENT_APP, worker.num_clients, config.to_mapping()) as gr
 """
 
 
-def marks(dataset: str, scratch: Path, threads: int) -> dict[str, float]:
-    """Return the age of a process in seconds at each of its marks."""
+def marks(dataset: str, scratch: Path, threads: int) -> dict[str, list[float]]:
+    """Return the age of a process at each of its marks: seconds, and CPU seconds used."""
     pairs = [
         f"dataset={dataset}",
         f"data-dir={SHARED / 'data' / dataset}",
@@ -63,7 +63,7 @@ def marks(dataset: str, scratch: Path, threads: int) -> dict[str, float]:
     done = subprocess.run(
         command, cwd=HERE, env=environment(threads), check=True, capture_output=True, text=True
     )
-    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    found: dict[str, list[float]] = json.loads(done.stdout.splitlines()[-1])
     return found
 
 
@@ -80,7 +80,10 @@ def main() -> None:
         warm = [marks(args.dataset, Path(folder), args.threads) for _ in range(args.repeats)]
     found = {
         "empty cache": cold,
-        "again": {name: statistics.median(one[name] for one in warm) for name in cold},
+        "again": {
+            name: [statistics.median(one[name][clock] for one in warm) for clock in (0, 1)]
+            for name in cold
+        },
     }
     print(json.dumps(found, indent=1))
 

@@ -51,7 +51,9 @@ class Conductor:
     def next(self) -> bool:
         """Report the round that has ended, wait, and say whether another one follows."""
         report: dict[str, float] = {"peak_mb": peak_mb(os.getpid())}
-        if self._started is not None:
+        if self._started is None:
+            report["cpu_seconds"] = time.process_time()  # since the process began
+        else:
             wall, cpu = self._started
             report["seconds"] = time.perf_counter() - wall
             report["cpu_seconds"] = time.process_time() - cpu

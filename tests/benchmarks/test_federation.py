@@ -90,8 +90,8 @@ def test_the_command_writes_one_table_and_says_who_is_missing(
     benchmarks: Path, tmp_path: Path
 ) -> None:
     words = ["--workloads", "tiny", "--jobs", "--contenders", "plain", "fedfrozen", "pfl"]
-    command = [sys.executable, "federation.py", *words, "--out", str(tmp_path / "out")]
-    subprocess.run(command, cwd=benchmarks, check=True, capture_output=True)
+    command = [sys.executable, "benchmarks/federation.py", *words, "--out", str(tmp_path / "out")]
+    subprocess.run(command, cwd=benchmarks.parent, check=True, capture_output=True)
     (table,) = json.loads((tmp_path / "out.json").read_text())["tables"]
     rows = {row["contender"]: row for row in table["rows"]}
     assert list(rows) == ["plain", "fedfrozen", "pfl"]

@@ -15,6 +15,7 @@ from flwr.serverapp import Grid
 from flwr.supercore import log
 
 from fedfrozen_app.transport.payload import PARTITION_ID, REPLY
+from fedfrozen_app.transport.records import config_records
 
 QUERY_PARTITION = "query.partition"
 NUM_PARTITIONS = "num-partitions"
@@ -100,6 +101,6 @@ class Roster:
                 log(INFO, "node %d: %s", reply.metadata.src_node_id, reply.error.reason)
                 self._silent.add(reply.metadata.src_node_id)
                 continue
-            answer: dict[str, Any] = dict(reply.content.config_records[REPLY])
+            answer: dict[str, Any] = dict(config_records(reply.content)[REPLY])
             partition, total = int(answer[PARTITION_ID]), int(answer[NUM_PARTITIONS])
             self._answers[reply.metadata.src_node_id] = partition, total

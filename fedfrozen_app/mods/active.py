@@ -50,6 +50,7 @@ from fedfrozen_app.transport.payload import (
     missing_reply,
     open_payload,
 )
+from fedfrozen_app.transport.records import array_records, config_records
 
 _SAID = "fedfrozen.mod"  # the record of context.state with the warnings a client has given
 _said: set[str] = set()  # and those that this process has
@@ -128,7 +129,7 @@ def selection_of(message: Message) -> Selection:
         If the message has not passed ``active_entries``.
     """
     config = first_config(message)
-    if ORDER in config or FROZEN in message.content.array_records:
+    if ORDER in config or FROZEN in array_records(message.content):
         raise ValueError(
             f"no active_entries() has opened the message of FedFrozen; make it {CLIENT_APP}"
         )
@@ -164,14 +165,14 @@ class ActiveEntries:
 
     def __call__(self, message: Message, context: Context, call_next: ClientAppCallable) -> Message:
         """Open a message, let the handler answer it, and close the answer."""
-        if not message.content.array_records:
+        if not array_records(message.content):
             return call_next(message, context)
         config = first_config(message)
         if reason := _impossible(message, config):
             return Message(Error(ErrorCode.MOD_FAILED_PRECONDITION, reason), reply_to=message)
         train = message.metadata.message_type.partition(".")[0] == MessageType.TRAIN
         if FREEZE not in config and CODECS not in config:
-            if train and FROZEN not in message.content.array_records:
+            if train and FROZEN not in array_records(message.content):
                 _warn_once(context, "no-fedfrozen", NO_FEDFROZEN)
             return call_next(_without_block(message), context)
         try:
@@ -181,7 +182,7 @@ class ActiveEntries:
         if opened.payload.value_l2 > 0:
             _warn_once(context, "value-l2", VALUE_L2_IGNORED, opened.payload.value_l2)
         reply = call_next(_shown(message, opened.whole), context)
-        if train and not reply.has_error() and len(reply.content.array_records) == 1:
+        if train and not reply.has_error() and len(array_records(reply.content)) == 1:
             self._close(reply, opened, message, context)
         return reply
 
@@ -222,7 +223,7 @@ def _impossible(message: Message, config: ConfigRecord) -> str | None:
     """Return why no handler behind a mod could answer a message, None if one can."""
     if LATENT_MAPPING in config:
         return LATENTS
-    if any(is_extra(key) for record in message.content.array_records.values() for key in record):
+    if any(is_extra(key) for record in array_records(message.content).values() for key in record):
         return CONTROLS
     if FREEZE in config and ORDER not in config:
         return (
@@ -237,7 +238,7 @@ def _shown(message: Message, whole: dict[str, torch.Tensor]) -> Message:
     name, _ = first_arrays(message.content)
     shown = _without_block(message)
     shown.content[name] = to_record(whole)
-    for key, config in message.content.config_records.items():
+    for key, config in config_records(message.content).items():
         shown.content[key] = ConfigRecord({k: value for k, value in config.items() if k != ORDER})
     return shown
 

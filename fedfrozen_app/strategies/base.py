@@ -55,6 +55,7 @@ from fedfrozen_app.transport.payload import (
     group_of,
     to_namespaces,
 )
+from fedfrozen_app.transport.records import metric_records
 
 
 @dataclass(frozen=True)
@@ -462,7 +463,7 @@ class ServerRule(FlowerFedAvg, Generic[C, S]):
             reply.content = RecordDict()  # whoever still holds the message holds no model
             _, record = first_arrays(content)
             entries, extra = from_namespaces(to_tensors(record))
-            metrics = next(iter(content.metric_records.values()))
+            metrics = next(iter(metric_records(content).values()))
             weight = float(metrics[self.weighted_by_key])  # type: ignore[arg-type]
             clients.append(client_of_reply(reply))
             buffers.add(entries, weight)

@@ -24,6 +24,7 @@ from fedfrozen_app.transport.payload import (
     missing_digest,
     round_and_client,
 )
+from fedfrozen_app.transport.records import array_records, metric_records
 
 NON_FINITE = "non-finite values"
 ENCODED = "encoded arrays"  # among what clients answer with
@@ -131,15 +132,15 @@ def refusal(
     if missing_digest(reply) is not None:
         return "lacks the frozen block"
     content = reply.content
-    if len(content.array_records) != 1 or len(content.metric_records) != 1:
+    if len(array_records(content)) != 1 or len(metric_records(content)) != 1:
         return (
-            f"expected one array and one metric record, got {len(content.array_records)} "
-            f"and {len(content.metric_records)}"
+            f"expected one array and one metric record, got {len(array_records(content))} "
+            f"and {len(metric_records(content))}"
         )
     group = round_and_client(reply)
     if group is not None and group[0] != server_round:
         return f"reply of round {group[0]} came in round {server_round}"
-    metrics = next(iter(content.metric_records.values()))
+    metrics = next(iter(metric_records(content).values()))
     if metrics.get(weight_key) == 0:
         return "no training examples"
     if reason := _number_refusal(metrics, weight_key):
@@ -190,7 +191,7 @@ def _count_refusal(metrics: MetricRecord, key: str) -> str | None:
 
 
 def _metric_refusal(reply: Message, report: RoundReport) -> str | None:
-    kinds = _metric_kinds(next(iter(reply.content.metric_records.values())))
+    kinds = _metric_kinds(next(iter(metric_records(reply.content).values())))
     if not report.metrics or kinds == (first := _metric_kinds(report.metrics[0])):
         return None
     differ = sorted(key for key in kinds.keys() | first.keys() if kinds.get(key) != first.get(key))
@@ -203,7 +204,7 @@ def _metric_kinds(record: MetricRecord) -> dict[str, int]:
 
 
 def _array_refusal(content: RecordDict, expected: Layout) -> str | None:
-    record = next(iter(content.array_records.values()))
+    record = next(iter(array_records(content).values()))
     if missing := [name for name in expected if name not in record]:
         special = is_extra(missing[0], (*NAMESPACES, PACKED))
         hint = "; clients of this rule answer with ClientRules" if special else ""
@@ -282,7 +283,7 @@ def accepted(
             report.unfit += [unfit] if unfit else []
             log(WARNING, "round %d: reply of %s dropped", server_round, report.refused[-1])
             continue
-        metrics = next(iter(reply.content.metric_records.values()))
+        metrics = next(iter(metric_records(reply.content).values()))
         report.clients += 1
         report.weights.append(float(metrics[weight_key]))  # type: ignore[arg-type]
         report.metrics.append(metrics)

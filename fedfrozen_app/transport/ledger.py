@@ -24,6 +24,7 @@ from flwr.supercore.run import Run
 
 from fedfrozen_app.transport.arrays import TensorArray
 from fedfrozen_app.transport.payload import client_of
+from fedfrozen_app.transport.records import array_records
 
 OBJECT_ID_LENGTH = 64  # SHA-256 in hex
 _SOME_ID = "0" * OBJECT_ID_LENGTH
@@ -41,7 +42,7 @@ class Traffic:
 
 def payload_bytes(content: RecordDict) -> int:
     """Return the tensor bytes of a message: values only, no framing."""
-    records = content.array_records.values()
+    records = array_records(content).values()
     return sum(_values_bytes(array) for record in records for array in record.values())
 
 

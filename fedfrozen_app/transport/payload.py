@@ -26,6 +26,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDic
 
 from fedfrozen_app.transport.arrays import to_record, to_tensors
 from fedfrozen_app.transport.frozen_cache import FrozenCache, digest
+from fedfrozen_app.transport.records import array_records, config_records
 
 ARRAYS, FROZEN, CONFIG, METRICS, REPLY = "arrays", "frozen", "config", "metrics", "reply"
 # keys of the config record of a message to a client
@@ -154,7 +155,7 @@ def freeze_of(config: ConfigRecord) -> tuple[str, str]:
 def instruct(message: Message, said: Instructions) -> None:
     """Add to a message's config, in a copy of its own."""
     config = ConfigRecord({**first_config(message), **said})
-    name = next(iter(message.content.config_records), CONFIG)
+    name = next(iter(config_records(message.content)), CONFIG)
     message.content = RecordDict({**message.content, name: config})
 
 
@@ -170,7 +171,7 @@ def attach_frozen(message: Message, block: ArrayRecord) -> None:
 
 def first_config(message: Message) -> ConfigRecord:
     """Return the config record of a message, empty if it has none."""
-    return next(iter(message.content.config_records.values()), ConfigRecord())
+    return next(iter(config_records(message.content).values()), ConfigRecord())
 
 
 def first_arrays(content: RecordDict) -> tuple[str, ArrayRecord]:
@@ -181,7 +182,7 @@ def first_arrays(content: RecordDict) -> tuple[str, ArrayRecord]:
     ValueError
         If there is not exactly one.
     """
-    found = [(name, value) for name, value in content.array_records.items() if name != FROZEN]
+    found = [(name, value) for name, value in array_records(content).items() if name != FROZEN]
     if len(found) != 1:
         raise ValueError(f"a message carries one array record, got {[name for name, _ in found]}")
     return found[0]
@@ -216,8 +217,8 @@ def open_payload(message: Message, cache: FrozenCache, loaded: str = "") -> Payl
     selection, key = freeze_of(config)
     if not key or key == loaded:
         return Payload(active, None, selection, key, config, extra)
-    if FROZEN in message.content.array_records:
-        frozen = to_tensors(message.content.array_records[FROZEN])
+    if FROZEN in array_records(message.content):
+        frozen = to_tensors(array_records(message.content)[FROZEN])
         if (actual := digest(frozen)) != key:
             raise ValueError(f"frozen block has digest {actual}, the message names {key}")
         cache.put(key, frozen)
@@ -245,9 +246,9 @@ def train_reply(
 
 def missing_digest(reply: Message) -> str | None:
     """Return the digest a reply asks for, or None if it asks for none."""
-    if not reply.has_content() or REPLY not in reply.content.config_records:
+    if not reply.has_content() or REPLY not in config_records(reply.content):
         return None
-    value = reply.content.config_records[REPLY].get(MISSING)
+    value = config_records(reply.content)[REPLY].get(MISSING)
     return value if isinstance(value, str) else None
 
 

@@ -71,6 +71,8 @@ def good_reply(rule: str, message: Message, client: int) -> Message:
 def play(rule: str, corrupt: Callable[[Content], Content | None] | None) -> tuple[Any, Strategy]:
     """Play one round; client 2's content is changed, or without ``corrupt`` it says nothing."""
     strategy = RULES[rule]()
+    if isinstance(strategy, FedFrozen):
+        strategy.check(to_record(initial()))
     messages = strategy.configure_train(1, to_record(initial()), ConfigRecord(), NODES)
     replies = []
     for message in messages:

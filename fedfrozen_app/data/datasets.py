@@ -177,12 +177,12 @@ def _plan(config: RunConfig) -> tuple[dict[str, Any], Build]:
             return sources.open_hub(hub_id)
 
     def build(folder: Path) -> dict[str, Any]:
+        import pyarrow  # slow, and not needed where the data is decoded already
+
         logger.info("decoding %s once into %s", config.dataset, folder.parent.parent)
         tables = open_tables()
         splits = _splits(tables, split_by_writer)
         meta = _build_tables(folder, splits, wanted, image_size)
-        import pyarrow  # slow, and not needed where the data is decoded already
-
         pyarrow.default_memory_pool().release_unused()  # of reading, as much as it read at once
         key = content_key(version=DECODE_VERSION, source=tables.fingerprint, **request)
         return {"key": key, **meta}

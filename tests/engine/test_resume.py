@@ -1,10 +1,12 @@
 """Claims about ``--resume``: a run that died and went on ends like one that never died."""
 
-import json
+import os
+import select
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -206,41 +208,102 @@ def test_clients_states_that_flowers_runtime_keeps_cannot_be_resumed() -> None:
     RunConfig.from_mapping({**keys, "strategy": "fedadam"})
 
 
+# Imports everything once and forks for each start, so that fifty starts take a minute.
+STARTS = """
+import os, sys
+import timm
+from fedfrozen_app.cli import main
+import fedfrozen_app.engine.rounds
+for line in sys.stdin:
+    child = os.fork()
+    if child == 0:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        sys.argv = ["fedfrozen", *line.split()]
+        main()
+        os._exit(0)
+    print(child, flush=True)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+KILLS = 50
+
+
+class Starts:
+    """Runs of the command line, each in a process of its own that can be killed."""
+
+    def __init__(self, log: Path) -> None:
+        command = [sys.executable, "-c", STARTS]
+        self.log = log.open("w")
+        self.server = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, text=True
+        )
+
+    def run(self, words: list[str], kill_when: Callable[[], bool] = lambda: False) -> int:
+        """Return the exit status of one start; kill it as soon as ``kill_when`` says so."""
+        server = self.server
+        assert server.stdin is not None and server.stdout is not None
+        server.stdin.write(" ".join(words) + "\n")
+        server.stdin.flush()
+        pid = int(server.stdout.readline())
+        while not select.select([server.stdout], [], [], 0.002)[0]:
+            if kill_when():
+                os.kill(pid, signal.SIGKILL)
+                break
+        return int(server.stdout.readline())
+
+    def end(self) -> None:
+        assert self.server.stdin is not None and self.server.stdout is not None
+        self.server.stdin.close()
+        self.server.wait(60)
+        self.server.stdout.close()
+        self.log.close()
+
+
+class Kill:
+    """Says when to kill: ``seconds`` after a start, or after the run has one more line."""
+
+    def __init__(self, path: Path, further: bool, seconds: float) -> None:
+        self.path, self.further, self.seconds = path, further, seconds
+        self.before, self.at = self.lines(), 0.0
+
+    def lines(self) -> int:
+        return self.path.read_text().count("\n") if self.path.exists() else 0
+
+    def __call__(self) -> bool:
+        now = time.perf_counter()
+        if self.at == 0.0 and (not self.further or self.lines() > self.before):
+            self.at = now + self.seconds
+        return 0.0 < self.at <= now
+
+
 @pytest.mark.slow
-def test_a_process_that_is_killed_anywhere_goes_on_to_the_same_end(
+def test_a_process_that_is_killed_fifty_times_goes_on_to_the_same_end(
     tmp_path: Path, cache: str
 ) -> None:
-    """SIGKILL at six different moments of one run, then to the end."""
-    values = {**QUICK, **VARIANTS["scaffold"], "rounds": 12, "run_dir": str(tmp_path)}
-    values |= {"cache_dir": cache, "threads": 1, "public_fraction": 0.0}
+    """SIGKILL at random moments of SCAFFOLD with a freeze and error feedback, then to the end."""
+    values = {
+        **QUICK, "strategy": "scaffold", "frozen": "query-key", "warmup_rounds": 8, "rounds": 20,
+        "compression": "topk:0.1", "run_dir": str(tmp_path), "cache_dir": cache, "threads": 1,
+        "public_fraction": 0.0,
+    }  # fmt: skip
     words = [f"{key.replace('_', '-')}={value}" for key, value in values.items()]
-    command = [sys.executable, "-m", "fedfrozen_app.cli", "run", *words]
-
-    def run(name: str, *more: str) -> subprocess.Popen[bytes]:
-        with (tmp_path / f"{name}.err").open("ab") as err:
-            return subprocess.Popen(
-                [*command, f"run-name={name}", *more], stdout=subprocess.DEVNULL, stderr=err
-            )
-
-    whole = run("whole")
-    assert whole.wait(300) == 0, (tmp_path / "whole.err").read_text()
+    starts = Starts(tmp_path / "log")
     generator = torch.Generator().manual_seed(7)
-    killed = 0
-    for attempt in range(6):
-        process = run("killed", "--resume")
-        path = tmp_path / "killed" / "metrics.jsonl"
-        before = path.read_text().count("\n") if path.exists() else 0
-        while process.poll() is None:
-            now = path.read_text().count("\n") if path.exists() else 0
-            if now >= min(before, 1) + 1 and now != before:
-                time.sleep(0.2 * float(torch.rand(1, generator=generator)))
-                process.send_signal(signal.SIGKILL)
+    path = tmp_path / "killed" / "metrics.jsonl"
+    died_in: list[int] = []
+    try:
+        assert starts.run(["run", *words, "run-name=whole"]) == 0, (tmp_path / "log").read_text()
+        for further in (torch.rand(KILLS, generator=generator) < 0.3).tolist():
+            # either somewhere in the next round, or after it has left its line
+            kill = Kill(path, further, 0.4 * float(torch.rand(1, generator=generator)))
+            if starts.run(["run", *words, "run-name=killed", "--resume"], kill) == 0:
                 break
-            time.sleep(0.005)
-        killed += process.wait() == -signal.SIGKILL
-        assert attempt < 5 or killed >= 3
-    last = run("killed", "--resume")
-    assert last.wait(300) == 0, (tmp_path / "killed.err").read_text()
+            died_in.append(kill.lines())
+        ended = starts.run(["run", *words, "run-name=killed", "--resume"])
+        assert ended == 0, (tmp_path / "log").read_text()
+    finally:
+        starts.end()
+    assert len(died_in) == KILLS and len(set(died_in)) >= 8, died_in
     one, other = RunFolder(tmp_path / "whole"), RunFolder(tmp_path / "killed")
+    assert [line.round for line in other.metrics()] == list(range(21))
     assert comparable(other) == comparable(one) and model_of(other) == model_of(one)
-    assert json.loads((other.path / "config.json").read_text())["config"]["rounds"] == 12
+    assert not (other.path / "checkpoint").exists()

@@ -1,8 +1,8 @@
 """Checkpoints of a run: the state after a round, each of them whole, on the disk, or not there.
 
 ``checkpoint/<round>/state.pt`` holds the state (no code: it is read with ``weights_only``),
-``clients/`` what clients keep in files, and ``manifest.json``, written last, the SHA-256 of the
-state. A checkpoint appears under its name by a rename; the one before it stays, for the case that
+``clients/`` what clients keep in files, and ``manifest.json``, written last, the SHA-256 of every
+file. A checkpoint appears under its name by a rename; the one before it stays, for the case that
 the disk damages the last.
 """
 
@@ -65,7 +65,7 @@ def write_checkpoint(
     try:
         torch.save(make(temporary / CLIENTS), temporary / STATE)
         sync(temporary / STATE)
-        manifest = {"round": server_round, "sha256": _sha256(temporary / STATE)}
+        manifest = _manifest(temporary, server_round)
         (temporary / MANIFEST).write_text(json.dumps(manifest))
         sync(temporary / MANIFEST)
         target = parent / str(server_round)
@@ -104,11 +104,18 @@ def remove_checkpoints(run_folder: Path) -> None:
 
 def _read(path: Path, server_round: int) -> Checkpoint:
     manifest = json.loads((path / MANIFEST).read_text())
-    if manifest != {"round": server_round, "sha256": _sha256(path / STATE)}:
+    if manifest != _manifest(path, server_round):
         raise ValueError("its content is not what the manifest says")
     state: dict[str, Any] = torch.load(path / STATE, map_location="cpu", weights_only=True)
     clients = path / CLIENTS
     return Checkpoint(server_round, state, clients if clients.is_dir() else None)
+
+
+def _manifest(path: Path, server_round: int) -> dict[str, Any]:
+    """Return round and SHA-256 by file of what lies in a checkpoint's folder."""
+    files = sorted(file for file in path.rglob("*") if file.is_file() and file != path / MANIFEST)
+    digests = {file.relative_to(path).as_posix(): _sha256(file) for file in files}
+    return {"round": server_round, "sha256": digests}
 
 
 def _remove_unfinished(parent: Path) -> None:

@@ -222,6 +222,8 @@ def _array_refusal(content: RecordDict, expected: Layout) -> str | None:
     for name, tensor in tensors.items():
         if tuple(tensor.shape) != expected[name][0]:
             return f"{name} holds {list(tensor.shape)}, but says {list(expected[name][0])}"
+        if (held := str(tensor.dtype).removeprefix("torch.")) != record[name].dtype:
+            return f"{name} holds {held}, but says {record[name].dtype}"
         if not is_finite(tensor):
             return f"{name} has {NON_FINITE}"
     return None

@@ -21,7 +21,6 @@ RUN if [ -n "$TORCH_INDEX" ]; then \
     fi \
  && /opt/venv/bin/pip install --quiet -r /tmp/requirements.txt \
  && /opt/venv/bin/pip uninstall --quiet --yes pip setuptools \
- && find /opt/venv -name __pycache__ -prune -exec rm -r {} + \
  && site=$(/opt/venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') \
  && echo /opt/fedfrozen > "$site/fedfrozen.pth"
 
@@ -45,7 +44,6 @@ COPY --from=dependencies /opt/venv /opt/venv
 COPY --from=package /opt/fedfrozen /opt/fedfrozen
 ENV PATH=/opt/fedfrozen/deploy:/opt/venv/bin:/opt/fedfrozen/bin:$PATH \
     PYTHONUNBUFFERED=1 \
-    PYTHONDONTWRITEBYTECODE=1 \
     FEDFROZEN_HOME=/runs \
     FLWR_HOME=/home/fedfrozen/.flwr \
     FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION=1 \

@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # The SuperLink: TLS, only registered SuperNodes, server apps in a process of their own.
-#   KEYS   folder made by `fedfrozen keys` (ca.crt and server/ are read)        keys
-#   STATE  folder of the database: nodes, runs, messages                         state
-#   HOST   address to listen on; 0.0.0.0 for other machines to reach it          127.0.0.1
-#   PORT   the one port of nodes, server app and flwr                            8000
+#   KEYS      folder made by `fedfrozen keys` (ca.crt and server/ are read)         keys
+#   STATE     folder of the database: nodes, runs, messages                        state
+#   DATABASE  its file, or :flwr-in-memory:                           STATE/superlink.db
+#   HOST      address to listen on; 0.0.0.0 for other machines to reach it     127.0.0.1
+#   PORT      the one port of nodes, server app and flwr                            8000
 set -euo pipefail
 keys=${KEYS:-keys} state=${STATE:-state}
 mkdir -p "$state"
@@ -15,5 +16,5 @@ exec flower-superlink \
   --enable-supernode-auth \
   --isolation process \
   --disable-runtime-dependency-installation \
-  --database "$state/superlink.db" \
+  --database "${DATABASE:-$state/superlink.db}" \
   --host "${HOST:-127.0.0.1}" --port "${PORT:-8000}"

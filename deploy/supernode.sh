@@ -16,6 +16,7 @@
 # node took along. So a node that was killed comes back later than that, one that said goodbye
 # sooner.
 set -euo pipefail
+here=$(dirname "$(readlink -f "$0")")
 index=${1:?"the node's number"}
 keys=${KEYS:-keys} state=${STATE:-${STATES:-state}/node-$index} nodes=${NUM_NODES:-3}
 after_goodbye=${RESTART_SECONDS:-10} after_kill=${KILLED_SECONDS:-75}
@@ -31,43 +32,23 @@ if [ -n "${DATA:-}" ] && [ -n "$(ls -A "$DATA")" ]; then
 fi
 config+="${DEVICE:+ device=\"$DEVICE\"}${THREADS:+ threads=$THREADS}"
 
-say() { echo "supernode $index: $*"; }
+# shellcheck source=deploy/keep.bash
+. "$here/keep.bash"
 
-child='' stopped='' code=0
-stop() {
-  stopped=yes
-  if [ -n "$child" ]; then kill -TERM "$child" 2>/dev/null || true; fi
-}
-trap stop TERM INT HUP
-
-run() { # a command that is asked to end when this script is; its exit code is left in `code`
-  "$@" & child=$!
-  if [ -n "$stopped" ]; then stop; fi
-  code=0
-  # a trap interrupts `wait`, so wait until the command has really ended
-  while wait "$child" || code=$?; kill -0 "$child" 2>/dev/null; do code=0; done
-  child=''
-}
-
-pause() {
-  say "$1; starting again in $2 s"
-  run sleep "$2"
-}
-
-if [ -e "$running" ]; then pause "was killed" "$after_kill"; fi
+if [ -e "$running" ]; then pause "supernode $index was killed" "$after_kill"; fi
 while [ -z "$stopped" ]; do
   touch "$running"
-  run flower-supernode \
+  run python "$here/supernode.py" \
     --root-certificates "$keys/ca.crt" \
     --superlink "${SUPERLINK:-127.0.0.1:8000}" \
     --auth-supernode-private-key "$keys/nodes/node-$index" \
     --node-config "$config" \
     --host 127.0.0.1 --port "${PORT:-$((9100 + index))}"
-  if [ "$code" -ge 128 ]; then
+  if [ "$code" -ge 128 ]; then # a signal, or WITHOUT_GOODBYE of supernode.py
     wait_for=$after_kill
   else # it said goodbye, or was never let in
     rm -f "$running"
     wait_for=$after_goodbye
   fi
-  if [ -z "$stopped" ]; then pause "ended with code $code" "$wait_for"; fi
+  if [ -z "$stopped" ]; then pause "supernode $index ended with code $code" "$wait_for"; fi
 done

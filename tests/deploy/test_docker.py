@@ -87,7 +87,8 @@ class Compose:
         self.compose("run", "--rm", "-T", "flwr", "run", "/opt/fedfrozen", "prod", "-c", text)
 
     def status(self) -> str:
-        output = self.compose("run", "--rm", "-T", "flwr", "list", "prod", "--format", "json")
+        (server,) = self.ids("serverapp")
+        output = self.call("docker", "exec", server, "flwr.sh", "list", "prod", "--format", "json")
         runs = json.loads(output[output.index("{") : output.rindex("}") + 1])["runs"]
         return str(max(runs, key=lambda run: run["pending-at"])["status"])
 
@@ -99,7 +100,7 @@ class Compose:
 
     def finish(self, name: str, seconds: float = 1200) -> str:
         """Wait for the end of the newest run; return its status."""
-        wait_until(lambda: self.status().startswith("finished"), f"the end of {name}", seconds, 5)
+        wait_until(lambda: self.status().startswith("finished"), f"the end of {name}", seconds, 10)
         return self.status()
 
     def fetch(self, name: str) -> Path:
@@ -175,7 +176,8 @@ def test_a_node_with_another_key_and_one_without_tls_are_turned_away(
     other = "ssh-keygen -q -t ecdsa -b 384 -N '' -f /tmp/k || fedfrozen keys --out /tmp/o --nodes 1"
     script = (
         f"({other}) >/dev/null 2>&1; test -e /tmp/k || cp /tmp/o/nodes/node-0 /tmp/k; "
-        f"flower-supernode --superlink superlink:8000 --max-retries 1 {options}"
+        "python /opt/fedfrozen/deploy/supernode.py "
+        f"--superlink superlink:8000 --max-retries 1 {options}"
     )
     out = compose.compose("run", "--rm", "-T", "--entrypoint", "sh", "supernode", "-c", script,
                           check=False)  # fmt: skip

@@ -9,7 +9,7 @@ from fedfrozen_app.config import RunConfig
 from fedfrozen_app.deploy.keys import KeyRequest, make_keys
 from fedfrozen_app.engine.local_grid import LocalGrid
 from fedfrozen_app.engine.rounds import CLIENT_APP, run_federation
-from tests.deploy.processes import HOSTS, Federation, comparable, free_port
+from tests.deploy.processes import DEPLOY, HOSTS, Federation, comparable, free_port
 
 CONFIG: dict[str, Any] = {
     "rounds": 3,
@@ -68,7 +68,14 @@ def start_stranger(
     federation: Federation, name: str, certificate: Path | None, key: Path | None
 ) -> None:
     """Start a SuperNode that should not be let in."""
-    options = ["--superlink", federation.environment["SUPERLINK"], "--max-retries", "1"]
+    options = [
+        str(DEPLOY / "supernode.py"),
+        "--superlink",
+        federation.environment["SUPERLINK"],
+        "--max-retries",
+        "1",
+    ]
     options += ["--insecure"] if certificate is None else ["--root-certificates", str(certificate)]
     options += [] if key is None else ["--auth-supernode-private-key", str(key)]
-    federation.start(name, "flower-supernode", *options, "--port", str(free_port()))
+    program = str(DEPLOY / "supernode.py")
+    federation.start(name, "python", program, *options, "--port", str(free_port()))

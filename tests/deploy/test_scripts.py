@@ -98,7 +98,7 @@ FAST = {"RESTART_SECONDS": "0.2", "KILLED_SECONDS": "0.7", "NUM_NODES": "5"}
 RECORD = 'echo "$@" >> "$HOME/calls"; date +%s.%N >> "$HOME/times"; '
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+def wait_for(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline
@@ -110,7 +110,7 @@ def lines(path: Path) -> list[str]:
 
 
 def test_a_node_is_told_its_key_partition_data_and_cache(start: Start, tmp_path: Path) -> None:
-    program(tmp_path, "flower-supernode", 'printf "%s\\n" "$@"; exec sleep 60')
+    program(tmp_path, "python", 'printf "%s\\n" "${@:2}"; exec sleep 60')
     (tmp_path / "data" / "node-3").mkdir(parents=True)
     environment = {"DATA": "data", "DEVICE": "cpu", "THREADS": "1", "KEYS": "/k", **FAST}
     node = start("supernode.sh", "3", SUPERLINK="there:8000", **environment)
@@ -145,7 +145,7 @@ def test_flower_reads_the_node_config_as_it_is_meant() -> None:
 def test_a_node_without_data_of_its_own_leaves_it_to_the_run(
     data: str | None, start: Start, tmp_path: Path
 ) -> None:
-    program(tmp_path, "flower-supernode", RECORD + "exec sleep 60")
+    program(tmp_path, "python", RECORD + "exec sleep 60")
     (tmp_path / "empty").mkdir()
     start("supernode.sh", "0", **FAST, **({"DATA": data} if data else {}))
     wait_for(lambda: len(lines(tmp_path / "calls")) == 1)
@@ -153,12 +153,13 @@ def test_a_node_without_data_of_its_own_leaves_it_to_the_run(
 
 
 @pytest.mark.parametrize(
-    ("ending", "pause"), [("exit 1", 0.2), ("exit 0", 0.2), ("kill -KILL $$", 0.7)]
+    ("ending", "pause"),
+    [("exit 1", 0.2), ("exit 0", 0.2), ("exit 200", 0.7), ("kill -KILL $$", 0.7)],
 )
 def test_a_node_comes_back_and_later_if_it_was_killed(
     ending: str, pause: float, start: Start, tmp_path: Path
 ) -> None:
-    program(tmp_path, "flower-supernode", RECORD + ending)
+    program(tmp_path, "python", RECORD + ending)
     start("supernode.sh", "0", **FAST)
     wait_for(lambda: len(lines(tmp_path / "times")) >= 3)
     first, second, third = map(float, lines(tmp_path / "times")[:3])
@@ -170,7 +171,7 @@ def test_a_node_comes_back_and_later_if_it_was_killed(
 def test_a_node_whose_host_went_down_waits_until_it_counts_as_offline(
     start: Start, tmp_path: Path
 ) -> None:
-    program(tmp_path, "flower-supernode", RECORD + "exec sleep 60")
+    program(tmp_path, "python", RECORD + "exec sleep 60")
     first = start("supernode.sh", "0", **FAST)
     wait_for(lambda: len(lines(tmp_path / "calls")) == 1)
     os.killpg(first.pid, signal.SIGKILL)
@@ -185,12 +186,12 @@ def test_a_node_that_is_asked_to_stop_says_goodbye_and_starts_at_once_next_time(
     start: Start, tmp_path: Path
 ) -> None:
     goodbye = "trap 'sleep 0.3; echo goodbye; exit 0' TERM; while :; do sleep 0.05; done"
-    program(tmp_path, "flower-supernode", RECORD + goodbye)
+    program(tmp_path, "python", RECORD + goodbye)
     node = start("supernode.sh", "0", **FAST)
     wait_for(lambda: len(lines(tmp_path / "calls")) == 1)
     time.sleep(0.1)  # until the stand-in has set its trap
     node.terminate()
-    out, _ = node.communicate(timeout=10)
+    out, _ = node.communicate(timeout=60)
     assert node.returncode == 0 and "goodbye" in out
     assert not (tmp_path / "state" / "node-0" / "running").exists()
     started = time.time()
@@ -200,12 +201,55 @@ def test_a_node_that_is_asked_to_stop_says_goodbye_and_starts_at_once_next_time(
 
 
 def test_a_pause_ends_at_once_when_the_node_is_asked_to_stop(start: Start, tmp_path: Path) -> None:
-    program(tmp_path, "flower-supernode", "exit 1")
+    program(tmp_path, "python", "exit 1")
     node = start("supernode.sh", "0", RESTART_SECONDS="60", KILLED_SECONDS="60")
     assert "starting again in 60 s" in line(node)
     node.terminate()
-    node.communicate(timeout=10)
+    node.communicate(timeout=60)
     assert node.returncode == 0
+
+
+# --- supernode.py: Flower's SuperNode with stand-ins for its insides -----------------------------
+
+
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [
+        ("return", 200),  # the main loop ended after an error; the HTTP server's thread lives
+        ("raise RuntimeError('x')", 200),
+        ("raise SystemExit(0)", 0),
+        ("raise SystemExit(1)", 1),
+        ("threading.Thread(target=int, args=['x']).start(); time.sleep(60)", 200),
+    ],
+)
+def test_a_supernode_that_has_stopped_working_ends(body: str, code: int, tmp_path: Path) -> None:
+    package = tmp_path / "flwr" / "supernode"
+    package.mkdir(parents=True)
+    for folder in (package, package.parent):
+        (folder / "__init__.py").touch()
+    (package / "cli.py").write_text(
+        "import threading, time\n"
+        "def flower_supernode():\n"
+        "    threading.Thread(target=time.sleep, args=[60]).start()\n"
+        f"    {body}\n"
+    )
+    done = subprocess.run(
+        [sys.executable, str(DEPLOY / "supernode.py")],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        timeout=30,
+    )
+    assert done.returncode == code, done.stderr
+
+
+def test_a_server_app_process_that_ends_is_started_again(start: Start, tmp_path: Path) -> None:
+    program(tmp_path, "flower-superexec", RECORD + "exit 1")
+    start("serverapp.sh", RESTART_SECONDS="0.2", SUPERLINK="there:8000", HEALTH="here:1")
+    wait_for(lambda: len(lines(tmp_path / "times")) >= 2)
+    assert lines(tmp_path / "calls")[0] == (
+        "--root-certificates keys/ca.crt --superexec-auth-secret-file keys/server/superexec.secret "
+        "--runtime-api-address there:8000 --health-server-address here:1"
+    )
 
 
 # --- flwr.sh and register.sh ------------------------------------------------------------------

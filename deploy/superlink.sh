@@ -8,7 +8,7 @@
 set -euo pipefail
 keys=${KEYS:-keys} state=${STATE:-state}
 mkdir -p "$state"
-exec flower-superlink \
+exec python "$(dirname "$(readlink -f "$0")")/superlink.py" \
   --ssl-ca-certfile "$keys/ca.crt" \
   --ssl-certfile "$keys/server/server.pem" \
   --ssl-keyfile "$keys/server/server.key" \

@@ -141,7 +141,7 @@ class Federation:
         port = str(self.node_ports[index])
         self.start(f"node-{index}", "supernode.sh", str(index), PORT=port, **environment)
 
-    def call(self, *words: str, seconds: float = 300.0) -> str:
+    def call(self, *words: str, seconds: float = 900.0) -> str:
         """Run a script of deploy/, or a program, to its end; return its output."""
         done = subprocess.run(
             [command(words[0]), *words[1:]],
@@ -156,7 +156,7 @@ class Federation:
         assert done.returncode == 0, f"{shlex.join(words)}: {output}\n{self.logs()}"
         return output
 
-    def run(self, config: dict[str, Any], seconds: float = 300.0) -> str:
+    def run(self, config: dict[str, Any], seconds: float = 900.0) -> str:
         """Submit a run and follow its log to the end; return the log."""
         text = run_config_text(config)
         return self.call(

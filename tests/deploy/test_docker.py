@@ -1,4 +1,4 @@
-"""The same federation in containers: `pytest -m docker tests/deploy`; half an hour on two cores.
+"""The same federation in containers: `pytest -m docker tests/deploy`; 20 minutes on two cores.
 
 The image is built from BASE_IMAGE (environment; python:3.11-slim-bookworm unless set).
 """

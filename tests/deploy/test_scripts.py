@@ -242,6 +242,27 @@ def test_a_supernode_that_has_stopped_working_ends(body: str, code: int, tmp_pat
     assert done.returncode == code, done.stderr
 
 
+def test_the_superlinks_database_waits_a_minute_for_a_lock(tmp_path: Path) -> None:
+    code = f"""
+import runpy
+from flwr.superlink import cli
+cli.flower_superlink = lambda: 0
+try:
+    runpy.run_path({str(DEPLOY / "superlink.py")!r}, run_name="__main__")
+except SystemExit:
+    pass
+from sqlalchemy import text
+from flwr.superlink.config_loader import get_federation_manager, get_objectstore_linkstate_factories
+manager = get_federation_manager(is_simulation=False)
+_, factory = get_objectstore_linkstate_factories({str(tmp_path / "x.db")!r}, manager)
+state = factory.state()
+with state.session() as session:
+    print(*[session.scalar(text(f"PRAGMA {{name}}")) for name in ("busy_timeout", "journal_mode")])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1:] == ["60000 wal"], done.stdout + done.stderr
+
+
 def test_a_server_app_process_that_ends_is_started_again(start: Start, tmp_path: Path) -> None:
     program(tmp_path, "flower-superexec", RECORD + "exit 1")
     start("serverapp.sh", RESTART_SECONDS="0.2", SUPERLINK="there:8000", HEALTH="here:1")

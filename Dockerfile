@@ -1,7 +1,7 @@
 # One image for the SuperLink, the server app and the SuperNodes; see docs/deployment.md.
 #   docker build -t fedfrozen .
 # BASE_IMAGE    any Debian-like image with python3 >= 3.11 and its venv module
-# TORCH_INDEX   where torch comes from; empty = PyPI (with CUDA: 6.7 GB; it runs on CPUs too);
+# TORCH_INDEX   where torch comes from; empty = PyPI (with CUDA: 7 GB; it runs on CPUs too);
 #               https://download.pytorch.org/whl/cpu for an image without CUDA
 ARG BASE_IMAGE=python:3.11-slim-bookworm
 

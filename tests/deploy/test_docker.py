@@ -185,7 +185,7 @@ def test_a_node_with_another_key_and_one_without_tls_are_turned_away(
 
 
 def test_a_node_killed_in_mid_round_comes_back_and_takes_part_again(compose: Compose) -> None:
-    compose.submit("killed", rounds=10)
+    compose.submit("killed", rounds=8)
     wait_until(lambda: compose.rounds("killed") >= 3, "two rounds", 900)
     node = compose.node(1)
     before = compose.call("docker", "exec", node, "ls", "/cache/node-1/cache/frozen")
@@ -198,12 +198,12 @@ def test_a_node_killed_in_mid_round_comes_back_and_takes_part_again(compose: Com
     assert compose.finish("killed", 2400) == "finished:completed"
     assert compose.node(1) == node
     lines = comparable(compose.fetch("killed"))
-    assert len(lines) == 11
+    assert len(lines) == 9
     (lost,) = [line["round"] for line in lines if line["dropped"]]
     clients = [line["clients"] for line in lines]
     assert clients[lost] == 2 and clients[1] == clients[-1] == 3
-    back = next(r for r in range(lost + 1, 11) if clients[r] == 3)
-    whole, active = (lines[r]["bytes_down"] / 3 for r in (1, 10))
+    back = next(r for r in range(lost + 1, 9) if clients[r] == 3)
+    whole, active = (lines[r]["bytes_down"] / 3 for r in (1, 8))
     # the round in which it is back sends the frozen block again, to this one node
     assert lines[back]["bytes_down"] == 3 * active + whole
     assert lines[back]["bytes_up"] == lines[-1]["bytes_up"]

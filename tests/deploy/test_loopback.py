@@ -68,13 +68,7 @@ def start_stranger(
     federation: Federation, name: str, certificate: Path | None, key: Path | None
 ) -> None:
     """Start a SuperNode that should not be let in."""
-    options = [
-        str(DEPLOY / "supernode.py"),
-        "--superlink",
-        federation.environment["SUPERLINK"],
-        "--max-retries",
-        "1",
-    ]
+    options = ["--superlink", federation.environment["SUPERLINK"], "--max-retries", "1"]
     options += ["--insecure"] if certificate is None else ["--root-certificates", str(certificate)]
     options += [] if key is None else ["--auth-supernode-private-key", str(key)]
     program = str(DEPLOY / "supernode.py")

@@ -242,6 +242,7 @@ def test_a_supernode_that_has_stopped_working_ends(body: str, code: int, tmp_pat
     assert done.returncode == code, done.stderr
 
 
+@pytest.mark.slow
 def test_the_superlinks_database_waits_a_minute_for_a_lock(tmp_path: Path) -> None:
     code = f"""
 import runpy

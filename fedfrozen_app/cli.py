@@ -363,6 +363,29 @@ def theory(
         fail(str(error), 2)
 
 
+@app.command()
+def keys(
+    out: Annotated[Path, typer.Option(help="folder of the keys; what is there stays")],
+    nodes: Annotated[int, typer.Option(help="SuperNodes, numbered from 0")],
+    hosts: Annotated[
+        str, typer.Option(help="names and addresses by which the SuperLink is reached")
+    ] = "superlink,localhost,127.0.0.1",
+    days: Annotated[int, typer.Option(help="lifetime of the server's certificate")] = 365,
+    ca_days: Annotated[int, typer.Option(help="lifetime of the CA")] = 5 * 365,
+) -> None:
+    """Make the keys of a deployment: CA, server certificate, a pair for each node."""
+    from fedfrozen_app.deploy.keys import KeyRequest, make_keys
+
+    names = [host.strip() for host in hosts.split(",") if host.strip()]
+    try:
+        made = make_keys(KeyRequest(out, nodes, names, days, ca_days))
+    except ConfigError as error:
+        fail(str(error), 2)
+    for path in made:
+        typer.echo(f"made {path}")
+    typer.echo("keep ca.key off every host" if made else f"nothing is missing in {out}")
+
+
 def main() -> None:
     """Entry point of the console script."""
     app()

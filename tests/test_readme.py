@@ -91,6 +91,8 @@ def test_a_command_of_the_readme_runs(
     out = run(line, checkout, environment)
     if line.startswith("fedfrozen run"):
         assert "run folder:" in out
+    elif line.startswith("fedfrozen keys"):
+        assert (checkout / "keys" / "server" / "server.pem").exists()
     elif line.startswith("fedfrozen config"):
         assert "warmup-rounds" in out
     elif line.startswith("fedfrozen pretrain"):

@@ -11,6 +11,7 @@ from logging import INFO
 from typing import Any
 
 from flwr.app import Message, RecordDict
+from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 from flwr.supercore import log
 
@@ -21,6 +22,13 @@ QUERY_PARTITION = "query.partition"
 NUM_PARTITIONS = "num-partitions"
 # once enough nodes are there, wait this long for the rest of them
 STRAGGLER_SECONDS = 60.0
+# errors of the way there and back: the node may answer when it is asked again
+PASSING = (
+    ErrorCode.MESSAGE_UNAVAILABLE,
+    ErrorCode.REPLY_MESSAGE_UNAVAILABLE,
+    ErrorCode.NODE_UNAVAILABLE,
+    ErrorCode.CLIENT_APP_CRASHED,
+)
 
 
 class Roster:
@@ -99,7 +107,8 @@ class Roster:
         for reply in grid.send_and_receive(questions, timeout=self.timeout):
             if reply.has_error():
                 log(INFO, "node %d: %s", reply.metadata.src_node_id, reply.error.reason)
-                self._silent.add(reply.metadata.src_node_id)
+                if reply.error.code not in PASSING:
+                    self._silent.add(reply.metadata.src_node_id)
                 continue
             answer: dict[str, Any] = dict(config_records(reply.content)[REPLY])
             partition, total = int(answer[PARTITION_ID]), int(answer[NUM_PARTITIONS])

@@ -272,9 +272,12 @@ def resident(config: RunConfig) -> Worker:
 def client_config(run_config: Mapping[str, object], node_config: Mapping[str, object]) -> RunConfig:
     """Return the config of a client: the run's, with what the node says of itself.
 
-    A node may set ``data-dir``, ``cache-dir``, ``device`` and ``threads``.
+    A node may set ``data-dir``, ``cache-dir``, ``device`` and ``threads``. Its folder of data is
+    not for bundled data sets.
     """
     own = {key: node_config[key] for key in NODE_KEYS if key in node_config}
+    if run_config.get("dataset") == "digits":
+        own.pop("data-dir", None)
     return _config(tuple({**run_config, **own}.items()))
 
 

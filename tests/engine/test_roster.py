@@ -3,6 +3,7 @@ from typing import Any
 
 import pytest
 from flwr.app import ConfigRecord, Error, Message, RecordDict
+from flwr.common.constant import ErrorCode
 
 from fedfrozen_app.engine import roster as module
 from fedfrozen_app.engine.local_grid import LocalGrid
@@ -15,12 +16,12 @@ class Nodes(LocalGrid):
 
     ordered = False
 
-    def __init__(self, answers: dict[int, tuple[int, int] | None]) -> None:
+    def __init__(self, answers: dict[int, tuple[int, int] | None], error: int = 2) -> None:
         from flwr.clientapp import ClientApp
 
         super().__init__(ClientApp(), 1)
         self.num_clients = -1
-        self.answers = answers
+        self.answers, self.error = answers, error
         self.asked: list[int] = []
 
     def get_node_ids(self) -> list[int]:
@@ -35,7 +36,7 @@ class Nodes(LocalGrid):
             self.asked.append(node)
             answer = self.answers[node]
             if answer is None:
-                yield Message(Error(2, "no such query"), reply_to=message)
+                yield Message(Error(self.error, "no answer"), reply_to=message)
                 continue
             record = ConfigRecord({"partition-id": answer[0], "num-partitions": answer[1]})
             yield Message(RecordDict({"reply": record}), reply_to=message)
@@ -83,6 +84,14 @@ def test_nodes_that_cannot_answer_are_left_out() -> None:
     roster = Roster(2, timeout=0.5)
     assert roster(grid, 1) == roster(grid, 1) == {0: 13}
     assert grid.asked == [13, 97]  # nobody is asked twice
+
+
+def test_a_node_that_was_lost_while_it_was_asked_is_asked_again() -> None:
+    grid = Nodes({13: (0, 2), 97: None}, error=ErrorCode.NODE_UNAVAILABLE)
+    roster = Roster(2, timeout=0.5)
+    assert roster(grid, 1) == {0: 13}
+    grid.answers[97] = (1, 2)  # it came back
+    assert roster(grid, 1) == {0: 13, 1: 97}
 
 
 def test_too_few_nodes_end_in_an_error_that_counts_them() -> None:

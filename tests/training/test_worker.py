@@ -143,6 +143,13 @@ def test_a_node_may_say_where_its_data_and_device_are(config: RunConfig, tmp_pat
     assert client_config(config.to_mapping(), {"partition-id": 2}) == config
 
 
+def test_a_nodes_folder_of_data_is_not_for_bundled_data(config: RunConfig) -> None:
+    node = {"data-dir": "/data/node-1", "threads": 1}
+    assert client_config(config.to_mapping(), node).data_dir == ""
+    other = {**config.to_mapping(), "dataset": "cifar10", "data-dir": "/data", "weights": "none"}
+    assert client_config(other, node).data_dir == "/data/node-1"
+
+
 def test_a_process_keeps_one_worker(config: RunConfig) -> None:
     one = resident(config)
     assert resident(RunConfig.from_mapping(config.to_mapping())) is one

@@ -26,6 +26,8 @@ class Mean:
         if not self.value:
             self.value = {name: wide(tensor).clone() for name, tensor in tensors.items()}
             return
-        for name, tensor in tensors.items():
-            target = self.value[name]
-            target.lerp_(tensor.to(target.dtype), weight / self.total)
+        targets = [self.value[name] for name in tensors]
+        pairs = zip(tensors.values(), targets, strict=True)
+        wide_ones = [tensor.to(target.dtype) for tensor, target in pairs]
+        if targets:
+            torch._foreach_lerp_(targets, wide_ones, weight / self.total)

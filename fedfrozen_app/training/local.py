@@ -276,22 +276,26 @@ def make_optimizer(
 ) -> torch.optim.Optimizer:
     """Return the optimiser of the settings over parameters, in its fastest safe form.
 
-    On a GPU all parameters move in a few kernels (``foreach``). On a CPU that would only cost
-    memory for lists of temporaries; SGD goes parameter by parameter there, to the same bits, and
-    Adam in one fused pass, the same up to rounding. That kernel writes beside parameters that are
-    not contiguous (columns of a partly frozen weight), which therefore never get it.
+    On a GPU all parameters move in a few kernels (``foreach``), on a CPU in one pass (``fused``):
+    the same numbers up to rounding. The kernel of that pass writes beside parameters that are not
+    contiguous, such as columns of a partly frozen weight, so those go one by one.
     """
     params = list(params)
     lr, weight_decay = settings.lr, settings.weight_decay
     on_gpu = any(parameter.is_cuda for parameter in params)
+    fused = not on_gpu and all(parameter.is_contiguous() for parameter in params)
+    foreach = None if fused else on_gpu
     if settings.optimizer == "sgd":
         return torch.optim.SGD(
-            params, lr=lr, momentum=settings.momentum, weight_decay=weight_decay, foreach=on_gpu
+            params,
+            lr=lr,
+            momentum=settings.momentum,
+            weight_decay=weight_decay,
+            fused=fused,
+            foreach=foreach,
         )
     kind = torch.optim.AdamW if settings.optimizer == "adamw" else torch.optim.Adam
-    if not on_gpu and all(parameter.is_contiguous() for parameter in params):
-        return kind(params, lr=lr, weight_decay=weight_decay, fused=True)
-    return kind(params, lr=lr, weight_decay=weight_decay, foreach=on_gpu)
+    return kind(params, lr=lr, weight_decay=weight_decay, fused=fused, foreach=foreach)
 
 
 def _batches(

@@ -92,8 +92,7 @@ class Worker:
 
     def load_whole(self, arrays: Mapping[str, torch.Tensor], digest: str = "") -> None:
         """Copy a whole state into the model; ``digest`` names its frozen half, if known."""
-        for name, tensor in arrays.items():
-            self._state[name].copy_(tensor)
+        _copy(arrays, self._state)
         if digest != self.digest:
             self.digest = ""
 
@@ -115,8 +114,7 @@ class Worker:
         else:
             incoming, own = selection.merge(payload.active, payload.frozen), self._state
         _check_layout(incoming, own)
-        for name, tensor in incoming.items():
-            own[name].copy_(tensor)
+        _copy(incoming, own)
         self.digest = payload.digest
         self._select(selection)
 
@@ -132,8 +130,7 @@ class Worker:
             self._maps = {key: config.mapping(selection, self.device)}
             fresh = True
         if fresh:  # what this map leaves alone may have been moved by the one before
-            for name, tensor in self._base.items():
-                self._state[name].copy_(tensor)
+            _copy(self._base, self._state)
         mapping = self._maps[key]
         self._select(mapping.selection)
         base = {name: tensor.to(self.device) for name, tensor in self._base.items()}
@@ -246,6 +243,12 @@ class Worker:
             batch_size=evaluation_batch_size(self.config),
             precision=self.config.precision,
         )
+
+
+def _copy(incoming: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]) -> None:
+    """Write entries into a model's own, all in one call."""
+    names = list(incoming)
+    torch._foreach_copy_([own[name] for name in names], [incoming[name] for name in names])
 
 
 def _check_layout(incoming: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]) -> None:

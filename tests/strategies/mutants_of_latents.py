@@ -248,8 +248,8 @@ LATENTS: list[tuple[str, ...]] = [
     (
         "Adam without weight decay",
         LOOP,
-        "kind(params, lr=lr, weight_decay=weight_decay, fused=True)",
-        "kind(params, lr=lr, fused=True)",
+        "kind(params, lr=lr, weight_decay=weight_decay, fused=fused, foreach=foreach)",
+        "kind(params, lr=lr, fused=fused, foreach=foreach)",
         LOOP_TESTS,
     ),
     (

@@ -145,7 +145,7 @@ def test_a_gradient_inside_the_bound_is_not_clipped():
         (LocalTraining(lr=0.05, momentum=0.0), lambda p: torch.optim.SGD(p, 0.05)),
         (
             LocalTraining(lr=0.05, weight_decay=0.1),
-            lambda p: torch.optim.SGD(p, 0.05, momentum=0.9, weight_decay=0.1),
+            lambda p: torch.optim.SGD(p, 0.05, momentum=0.9, weight_decay=0.1, fused=True),
         ),
         (
             LocalTraining(optimizer="adamw", lr=0.01, weight_decay=0.1),
@@ -153,7 +153,7 @@ def test_a_gradient_inside_the_bound_is_not_clipped():
         ),
         (
             LocalTraining(lr=0.05, clip_norm=0.5),
-            lambda p: torch.optim.SGD(p, 0.05, momentum=0.9),
+            lambda p: torch.optim.SGD(p, 0.05, momentum=0.9, fused=True),
         ),
     ],
     ids=["sgd", "momentum-and-decay", "adamw", "clipped"],
@@ -168,11 +168,12 @@ def test_training_equals_a_plain_loop_bit_for_bit(settings, optimizer):
     assert not same(expected, weights(vit()))
 
 
-@pytest.mark.parametrize("optimizer", ["adam", "adamw"])
-def test_adam_in_one_pass_is_adam_parameter_by_parameter_to_rounding(optimizer):
-    kind = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[optimizer]
+@pytest.mark.parametrize("optimizer", ["sgd", "adam", "adamw"])
+def test_one_pass_over_all_is_the_optimiser_parameter_by_parameter_to_rounding(optimizer):
+    kinds = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
     reference, start = vit(), weights(vit())
-    plain = kind(reference.parameters(), 0.01, weight_decay=0.1, foreach=False)
+    own = {"momentum": 0.9} if optimizer == "sgd" else {}
+    plain = kinds[optimizer](reference.parameters(), 0.01, weight_decay=0.1, foreach=False, **own)
     expected = plain_loop(reference, plain, images(), 3, 7, 0.0)
     found = trained(
         LocalTraining(optimizer=optimizer, lr=0.01, weight_decay=0.1, epochs=3, batch_size=7)
@@ -254,7 +255,7 @@ def test_every_call_starts_with_a_fresh_optimizer():
     model, reference = vit(), vit()
     for _ in range(2):
         train(model, images(), LocalTraining(epochs=1, batch_size=7), **WHERE)
-        optimizer = torch.optim.SGD(reference.parameters(), 0.01, momentum=0.9)
+        optimizer = torch.optim.SGD(reference.parameters(), 0.01, momentum=0.9, fused=True)
         plain_loop(reference, optimizer, images(), 1, 7)
     assert same(weights(model), weights(reference))
 

@@ -41,7 +41,7 @@ class NormBound:
     Attributes
     ----------
     limit : str
-        ``none``, ``5.0`` or ``10x``; see :func:`.read_limit`.
+        ``none``, ``5.0`` or ``10x``; see ``fedfrozen_app.norm_limit``.
     action : str
         ``refuse`` or ``clip``.
     medians : dict of str to float

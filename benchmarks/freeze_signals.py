@@ -24,6 +24,7 @@ from flwr.app import Message
 from fedfrozen_app.config import RunConfig
 from fedfrozen_app.config_input import parse_overrides, read_experiment
 from fedfrozen_app.engine.local_grid import LocalGrid
+from fedfrozen_app.engine.rounds import CLIENT_APP
 from fedfrozen_app.engine.tune import tune_warmup, tuning_config
 from fedfrozen_app.models.selection import Selection
 from fedfrozen_app.theory.map import FIXED, SIGNALS
@@ -31,8 +32,6 @@ from fedfrozen_app.theory.signals import Readings
 from fedfrozen_app.training.worker import resident
 from fedfrozen_app.transport.arrays import to_tensors
 from fedfrozen_app.transport.payload import first_arrays
-
-CLIENT_APP = "fedfrozen_app.client_app:app"
 
 
 class WatchedGrid(LocalGrid):

@@ -109,14 +109,15 @@ class FeatureExamples:
     """
 
     def __init__(self, examples: Examples, backbone: Backbone, bf16: bool) -> None:
-        self._examples, self._backbone, self._bf16 = examples, backbone, bf16
+        self._examples: Examples | None = examples  # until all features are known
+        self._backbone, self._bf16 = backbone, bf16
         self._features: Tensor | None = None
         self._targets: Tensor | None = None
         self._known = torch.zeros(len(examples), dtype=torch.bool)
 
     def __len__(self) -> int:
         """Return the number of examples."""
-        return len(self._examples)
+        return len(self._known)
 
     @property
     def nbytes(self) -> int:
@@ -134,6 +135,7 @@ class FeatureExamples:
         return self._features.index_select(0, at), self._targets.index_select(0, at)
 
     def _learn(self, positions: Tensor) -> None:
+        assert self._examples is not None  # for the type checker: something is missing
         x, y = self._examples.batch(positions, None)
         features = self._backbone.features(x, self._bf16)
         if self._features is None or self._targets is None:
@@ -142,6 +144,8 @@ class FeatureExamples:
         at = positions.to(features.device)
         self._features[at], self._targets[at] = features, y
         self._known[positions] = True
+        if bool(self._known.all()):
+            self._examples = None  # the inputs are many times as large
 
 
 class FeatureStore:

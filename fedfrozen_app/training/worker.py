@@ -1,6 +1,6 @@
 """What one process needs to train and test: one resident model, one copy of the data."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 
@@ -185,9 +185,10 @@ class Worker:
                 f"partition-id {partition_id} is not one of the {len(self.partition.clients)} "
                 "partitions; num-clients and the nodes' partition ids must agree"
             )
+        rows = self.partition.clients[partition_id]
         examples, forward = self._as_features(
             partition_id,
-            self._examples("train", self.partition.clients[partition_id]),
+            lambda: self._examples("train", rows),
             varied=self.dataset.augment != "none",
         )
         return train(
@@ -203,24 +204,26 @@ class Worker:
         )
 
     def _as_features(
-        self, key: int | str, examples: Examples, *, varied: bool = False
+        self, key: int | str, make: Callable[[], Examples], *, varied: bool = False
     ) -> tuple[Examples, nn.Module]:
         """Return examples as features of a backbone that does not train, and the head for them.
 
         Where there is no such backbone, or examples are ``varied`` from pass to pass, return
-        them as they are, and the model. ``key`` names them within the run.
+        what ``make`` gives, and the model; it is not called for features that are kept. ``key``
+        names the examples within the run.
         """
-        if not self.digest or self._latent is not None or varied or len(examples) == 0:
-            return examples, self.model
+        if not self.digest or self._latent is not None or varied:
+            return make(), self.model
         if self._features_of != self.digest:
             self._features.clear()
             train_mode_(self.model)
-            self._backbone = Backbone.of(self.model, examples.batch(torch.zeros(1).long(), None)[0])
+            x, _ = self._test_examples.batch(torch.zeros(1, dtype=torch.int64), None)
+            self._backbone = Backbone.of(self.model, x)
             self._features_of = self.digest
         if (backbone := self._backbone) is None:
-            return examples, self.model
+            return make(), self.model
         bf16 = self.config.precision == "bf16"
-        kept = self._features.get(key, lambda: FeatureExamples(examples, backbone, bf16))
+        kept = self._features.get(key, lambda: FeatureExamples(make(), backbone, bf16))
         return kept, backbone.head
 
     def test(self) -> tuple[float, float]:
@@ -236,7 +239,7 @@ class Worker:
         return self._evaluate("validation", examples) if len(examples) else None
 
     def _evaluate(self, key: str, examples: Examples) -> tuple[float, float]:
-        shown, model = self._as_features(key, examples)
+        shown, model = self._as_features(key, lambda: examples)
         return evaluate(
             model,
             shown,

@@ -18,7 +18,7 @@ def run(
     with monkeypatch.context() as patched:
         if not reuse:
             patched.setattr(
-                Worker, "_as_features", lambda self, key, examples, **_: (examples, self.model)
+                Worker, "_as_features", lambda self, key, make, **_: (make(), self.model)
             )
         return Run(root, cache, **{**HEAD, **keys})
 

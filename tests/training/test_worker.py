@@ -131,6 +131,24 @@ def test_features_of_one_frozen_block_are_not_used_for_another(
     assert tested == fresh.test()
 
 
+def test_a_client_whose_features_are_known_is_not_read_again(
+    worker: Worker, start: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[str] = []
+    examples = Worker._examples
+    monkeypatch.setattr(
+        Worker, "_examples", lambda self, *what: read.append(what[0]) or examples(self, *what)
+    )
+    for server_round in (1, 2, 3):
+        worker.load(payload(start, "head", key="three"))
+        worker.train(0, server_round)
+    assert read == ["train"]
+    for server_round in (4, 5):
+        worker.load(payload(start, "query-key", key="four"))
+        worker.train(0, server_round)
+    assert read == ["train"] * 3
+
+
 def test_a_partition_that_does_not_exist_is_named(worker: Worker) -> None:
     with pytest.raises(ValueError, match="partition-id 3 is not one of the 3 partitions"):
         worker.train(3, 1)

@@ -10,8 +10,9 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,12 @@ JOBS = {
     ),
     "vit-b-32-job": Job(replace(WORKLOADS["vit-b-32"], pairwise=False), rounds=4, repetitions=2),
 }
-RUNS = ("fedfrozen", "flower", "flower, model kept", "nvflare")
+ON_RAY = {
+    "fedfrozen, on Ray": {},
+    "fedfrozen, on Ray, query-key": {"frozen": "query-key", "warmup-rounds": 1},
+    "fedfrozen, on Ray, head": {"frozen": "head", "warmup-rounds": 1},
+}  # two clients at once, as Flower's runtime takes all cores
+RUNS = ("fedfrozen", "flower", "flower, model kept", *ON_RAY, "nvflare")
 
 
 def run_measured(command: list[str], log: Path, threads: int) -> tuple[float, float]:
@@ -65,10 +71,12 @@ def run_measured(command: list[str], log: Path, threads: int) -> tuple[float, fl
     return time.perf_counter() - started, peak
 
 
-def run_fedfrozen(config: RunConfig, job: Job, folder: Path, jobs: int) -> dict[str, Any]:
-    """Run ``fedfrozen run`` and return what it took."""
+def run_fedfrozen(
+    config: RunConfig, job: Job, folder: Path, keys: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Run ``fedfrozen run`` with some keys of its own and return what it took."""
     name = f"whole-{time.monotonic_ns()}"
-    extra = {"rounds": job.rounds, "jobs": jobs, "run-name": name}
+    extra = {"rounds": job.rounds, "run-name": name, **keys}
     extra |= {} if job.tests else dict(word.split("=") for word in LEAN)
     pairs = [f"{key}={value}" for key, value in (config.to_mapping() | extra).items()]
     pairs = [pair for pair in pairs if not pair.endswith(("=", "=False", "=True"))]
@@ -139,11 +147,13 @@ def measure_job(
     folder.mkdir()
     write_task_apart(config.model_copy(update={"rounds": job.rounds}), folder / "task.pt")
     calls: dict[str, Callable[[], dict[str, Any]]] = {
-        "fedfrozen": lambda: run_fedfrozen(config, job, folder, jobs),
+        "fedfrozen": lambda: run_fedfrozen(config, job, folder, {"jobs": jobs}),
         "flower": lambda: run_flower(config, job, folder, jobs),
         "flower, model kept": lambda: run_flower(config, job, folder, jobs, "keep-model"),
         "nvflare": lambda: run_nvflare(config, job, folder, jobs, args.peers),
     }
+    for run, keys in ON_RAY.items():
+        calls[run] = partial(run_fedfrozen, config, job, folder, {"engine": "flwr", **keys})
     found: dict[str, list[dict[str, Any]]] = {run: [] for run in ("fedfrozen", *runs)}
     failed: dict[str, str] = {}
     for _ in range(args.repetitions or job.repetitions):

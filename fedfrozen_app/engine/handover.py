@@ -1,11 +1,14 @@
 """Hand an object to another process of this machine, its large buffers by shared memory.
 
-Parcels lie in one folder, so that removing it frees whatever was never unpacked.
+Parcels lie in one folder, so that removing it frees whatever was never unpacked. What goes into
+many parcels, as a round's model does, is written once and put on a :class:`Shelf`.
 """
 
+import io
 import os
 import pickle
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,10 +34,49 @@ def new_folder() -> Path:
     return Path(tempfile.mkdtemp(prefix="fedfrozen-", dir=_ROOT))
 
 
-def pack(content: Any, folder: Path) -> Parcel:
-    """Pickle an object; its buffers wait in ``folder`` until the parcel is unpacked."""
+class Shelf:
+    """Objects of one type that many parcels hold, each written once and kept until cleared."""
+
+    def __init__(self, kind: type, folder: Path) -> None:
+        self.kind, self._folder = kind, folder
+        self._kept: dict[int, tuple[Any, Parcel]] = {}
+
+    def parcel(self, content: Any) -> Parcel:
+        """Return the parcel of an object, the same one for the same object."""
+        if id(content) not in self._kept:  # kept alive here, so that no other gets its id
+            self._kept[id(content)] = content, pack(content, self._folder)
+        return self._kept[id(content)][1]
+
+    def clear(self) -> None:
+        """Free the memory of all parcels; those that were unpacked stay as they are."""
+        for _, parcel in self._kept.values():
+            if parcel.path:
+                Path(parcel.path).unlink(missing_ok=True)
+        self._kept.clear()
+
+
+class _Pickler(pickle.Pickler):
+    """Puts objects on a shelf, and where they lie into the pickle."""
+
+    def __init__(self, file: io.BytesIO, shelf: Shelf | None, callback: Callable[..., Any]) -> None:
+        super().__init__(file, protocol=5, buffer_callback=callback)
+        self._shelf = shelf
+
+    def reducer_override(self, content: Any) -> Any:
+        if self._shelf is None or not isinstance(content, self._shelf.kind):
+            return NotImplemented
+        return _unpack_shelved, (self._shelf.parcel(content),)
+
+
+def pack(content: Any, folder: Path, shelf: Shelf | None = None) -> Parcel:
+    """Pickle an object; its buffers wait in ``folder`` until the parcel is unpacked.
+
+    Parts of it that go on ``shelf`` wait until that is cleared.
+    """
     buffers: list[pickle.PickleBuffer] = []
-    pickled = pickle.dumps(content, protocol=5, buffer_callback=buffers.append)
+    file = io.BytesIO()
+    _Pickler(file, shelf, buffers.append).dump(content)
+    pickled = file.getvalue()
     views = [buffer.raw() for buffer in buffers]
     if not views:
         return Parcel(pickled, "", ())
@@ -60,13 +102,19 @@ def _write(views: list[memoryview], folder: Path) -> str:
 
 def unpack(parcel: Parcel) -> Any:
     """Return the object; its arrays map the shared memory, which is freed with them."""
+    content = _unpack_shelved(parcel)
+    if parcel.path:
+        os.unlink(parcel.path)  # the mapping stays
+    return content
+
+
+def _unpack_shelved(parcel: Parcel) -> Any:
     if not parcel.path:
         return pickle.loads(parcel.pickled)
     starts = np.cumsum([0, *(size + _padding(size) for size in parcel.sizes)])
     whole = np.empty(0, np.uint8)
     if starts[-1]:  # an empty file cannot be mapped
         whole = np.memmap(parcel.path, np.uint8, "c", shape=(int(starts[-1]),))
-    os.unlink(parcel.path)  # the mapping stays
     buffers = [
         whole[start : start + size] for start, size in zip(starts, parcel.sizes, strict=False)
     ]

@@ -3,7 +3,7 @@
 No Ray, no serialisation: a message's arrays are the server's tensors. Replies are
 computed when they are asked for, one after the other in the order of the messages, so
 the server adds up one reply while the next does not exist yet. With ``jobs`` several
-worker processes compute ahead; at most jobs + 1 replies wait to be read.
+worker processes compute ahead, each by one message beside the one that it is at.
 """
 
 import itertools
@@ -27,6 +27,7 @@ from flwr.supercore.task_identity import TaskIdentity
 
 from fedfrozen_app.engine.worker_pool import Pending, WorkerPool, call, load_app
 
+AHEAD = 2  # messages under way for each worker process
 UserConfig = dict[str, bool | float | int | str]
 
 
@@ -149,14 +150,18 @@ class LocalGrid(Grid):
         if self._pool is None:
             self._pool = WorkerPool(self._reference, self.jobs)
         pool, todo = self._pool, iter(messages)
-        waiting = deque(self._submit(pool, one) for one in itertools.islice(todo, self.jobs + 1))
-        while waiting:
-            reply = waiting.popleft()
-            if isinstance(reply, Pending):
-                reply, context = pool.result(reply)
-                self._keep(context)
-            waiting.extend(self._submit(pool, later) for later in itertools.islice(todo, 1))
-            yield self._number(reply)
+        try:
+            ahead = itertools.islice(todo, AHEAD * self.jobs)
+            waiting = deque(self._submit(pool, one) for one in ahead)
+            while waiting:
+                reply = waiting.popleft()
+                if isinstance(reply, Pending):
+                    reply, context = pool.result(reply)
+                    self._keep(context)
+                waiting.extend(self._submit(pool, later) for later in itertools.islice(todo, 1))
+                yield self._number(reply)
+        finally:
+            pool.clear()
 
     def _submit(self, pool: WorkerPool, message: Message) -> "Pending | Message":
         """Hand a message to the pool, or return the error reply of one that nobody can run."""

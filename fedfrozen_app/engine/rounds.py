@@ -43,12 +43,15 @@ UNTESTED: Quality = (None, None)
 
 def build_strategy(config: RunConfig, worker: Worker) -> FedFrozen:
     """Return the config's rule inside the config's freeze (none = a warm-up without end)."""
-    with_data = [client for client, rows in enumerate(worker.partition.clients) if len(rows)]
+    with_data = {
+        client: len(rows) for client, rows in enumerate(worker.partition.clients) if len(rows)
+    }
     rule = build_rule(
         config,
         num_clients=len(with_data),
         seed=config.seed,
         members=Roster(worker.num_clients, with_data),
+        work={} if config.resolved_local_steps else with_data,
         min_replies=config.min_replies,
         buffers=worker.buffers,
         compression=config.compression,

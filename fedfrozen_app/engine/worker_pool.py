@@ -15,7 +15,7 @@ from multiprocessing import get_context, parent_process
 from pathlib import Path
 from typing import cast
 
-from flwr.app import Context, Error, Message
+from flwr.app import ArrayRecord, Context, Error, Message
 from flwr.clientapp import ClientApp
 from flwr.common.constant import SUPERLINK_NODE_ID, ErrorCode
 from flwr.supercore.task_identity import TaskIdentity
@@ -53,7 +53,8 @@ class Pending:
 class WorkerPool:
     """``jobs`` processes that run the ClientApp ``module:attribute``.
 
-    Messages and replies pass through shared memory. The processes end with this one,
+    Messages and replies pass through shared memory; arrays that many messages share are written
+    there once and stay until :meth:`clear`. The processes end with this one,
     whatever ends it, and Ctrl-C is left to this one.
     """
 
@@ -61,6 +62,7 @@ class WorkerPool:
         self._reference = reference
         self._jobs = jobs
         self._folder = handover.new_folder()
+        self._shelf = handover.Shelf(ArrayRecord, self._folder)
         self._executor: ProcessPoolExecutor | None = None
 
     @property
@@ -70,12 +72,15 @@ class WorkerPool:
 
     def submit(self, message: Message, context: Context) -> Pending:
         """Hand a message to the next free worker."""
-        parcel = handover.pack((message, context), self._folder)
+        parcels = (
+            handover.pack(message, self._folder, self._shelf),
+            handover.pack(context, self._folder),
+        )
         while True:
             executor = self._workers()
             try:
                 with _interrupts_ignored():  # a worker started here inherits that
-                    future = executor.submit(_work, self._reference, parcel, self._folder)
+                    future = executor.submit(_work, self._reference, parcels, self._folder)
                 return Pending(message, context, executor, future)
             except BrokenProcessPool:
                 self._executor = None
@@ -109,6 +114,10 @@ class WorkerPool:
             return reply, context
         crash = Error(ErrorCode.CLIENT_APP_CRASHED, reason)
         return Message(crash, reply_to=pending.message), pending.context
+
+    def clear(self) -> None:
+        """Free the arrays of messages that have all been answered."""
+        self._shelf.clear()
 
     def close(self, *, at_once: bool = False) -> None:
         """End the workers, ``at_once`` without waiting for the clients they are at."""
@@ -147,7 +156,9 @@ def _end_with_parent(folder: Path) -> None:
         os._exit(1)
 
 
-def _work(reference: str, parcel: handover.Parcel, folder: Path) -> handover.Parcel:
-    message, context = handover.unpack(parcel)
+def _work(
+    reference: str, parcels: tuple[handover.Parcel, handover.Parcel], folder: Path
+) -> handover.Parcel:
+    message, context = map(handover.unpack, parcels)
     reply = call(load_app(reference), message, context)
     return handover.pack((reply, context), folder)

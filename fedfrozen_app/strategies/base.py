@@ -140,6 +140,9 @@ class ServerRule(FlowerFedAvg, Generic[C, S]):
         Seed of the cohort stream.
     members : Members
         Which node trains which client's partition; by default the nodes as they come.
+    work : mapping of int to float
+        How long clients train, in any unit, as far as it is known: the longest are asked first, so
+        that no worker waits for them at the end of a round. It changes no cohort.
     min_replies : float
         Share of the cohort, in [0, 1], that must reply usably; fewer end the run.
     buffers : collection of str
@@ -165,6 +168,7 @@ class ServerRule(FlowerFedAvg, Generic[C, S]):
         *,
         seed: int = 0,
         members: Members | None = None,
+        work: Mapping[int, float] | None = None,
         min_replies: float = 0.0,
         buffers: Collection[str] = (),
         compression: str = "none",
@@ -182,6 +186,7 @@ class ServerRule(FlowerFedAvg, Generic[C, S]):
         self.codecs = Codecs(compression, broadcast, seed, self.buffers)
         self.norm_bound = NormBound(max_update_norm, oversized_updates)
         self.members = members or NodesAsTheyCome()
+        self.work = dict(work or {})
         self.min_replies = min_replies
         self.report = RoundReport()
         self.state: S = self.state_type()
@@ -320,7 +325,7 @@ class ServerRule(FlowerFedAvg, Generic[C, S]):
         messages = []
         if train:
             self.num_members = len(members)
-        for client in cohort:
+        for client in sorted(cohort, key=lambda client: -self.work.get(client, 0.0)):
             said = self._said(client) if train else {}
             own = ConfigRecord({**config, **said, SERVER_ROUND: server_round, PARTITION_ID: client})
             content = RecordDict({self.arrayrecord_key: arrays, self.configrecord_key: own})

@@ -47,6 +47,21 @@ def test_a_node_keeps_its_number_when_others_leave_and_join() -> None:
     assert members(grid, 1) == {0: 11, 3: 5}  # type: ignore[arg-type]
 
 
+def test_the_longest_trainings_are_asked_first(tmp_path: Path) -> None:
+    federation = Federation(tmp_path, num_clients=8)
+    record, config = to_record(initial()), ConfigRecord()
+
+    def asked(rule: FedAvg) -> list[int]:
+        messages = rule.configure_train(1, record, config, federation.grid)
+        return [int(message.content["config"]["partition-id"]) for message in messages]
+
+    drawn = asked(FedAvg(seed=3, fraction_train=0.5, min_train_nodes=2))
+    assert drawn == sorted(drawn)
+    work = {client: 1.0 + client for client in drawn[1:]}  # of the first nothing is known
+    ordered = asked(FedAvg(seed=3, fraction_train=0.5, min_train_nodes=2, work=work))
+    assert ordered == [*drawn[:0:-1], drawn[0]] and len(drawn) > 1
+
+
 def test_names_with_slashes_are_names(tmp_path: Path) -> None:
     own, extra = from_namespaces(
         {name: torch.zeros(1) for name in ("layers/0/kernel", "control/layers/0/kernel", "w")}

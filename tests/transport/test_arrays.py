@@ -4,7 +4,11 @@ import numpy as np
 import pytest
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
-from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
+from flwr.supercore.inflatable.inflatable_object import (
+    get_all_nested_objects,
+    get_object_tree,
+    no_object_id_recompute,
+)
 
 from fedfrozen_app.transport.arrays import TensorArray, to_record, to_tensors
 from fedfrozen_app.transport.ledger import payload_bytes, wire_bytes
@@ -99,3 +103,21 @@ def test_payload_bytes_count_elements_and_nothing_else() -> None:
     odd["w"] = Array("bfloat16", (3,), "numpy.ndarray", b"123456")
     assert payload_bytes(content(odd)) == 6  # a dtype NumPy does not know: what was sent
     assert wire_bytes(content(odd)) > 6
+
+
+def test_messages_that_share_a_record_share_its_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[TensorArray] = []
+    data = vars(TensorArray)["data"].fget
+
+    def counting(array: TensorArray) -> bytes:
+        made.append(array)
+        return bytes(data(array))
+
+    monkeypatch.setattr(TensorArray, "data", property(counting))
+    record = to_record(TENSORS)
+    contents = [RecordDict({"arrays": record, "config": ConfigRecord({"i": i})}) for i in range(4)]
+    with no_object_id_recompute():  # as Flower's grid sends messages
+        for content in contents:
+            get_all_nested_objects(content)
+            get_object_tree(content)
+    assert len(made) == len(TENSORS)

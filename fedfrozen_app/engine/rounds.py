@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import asdict
 from logging import ERROR, INFO, WARNING
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from fedfrozen_app.training.local import perplexity
 from fedfrozen_app.training.worker import Worker, resident
 from fedfrozen_app.transport.arrays import to_record, to_tensors
 from fedfrozen_app.transport.client_state import forget
+from fedfrozen_app.transport.frozen_cache import digest
 from fedfrozen_app.transport.ledger import LedgerGrid, payload_bytes
 from fedfrozen_app.transport.payload import client_of
 
@@ -316,6 +318,22 @@ def initial_model(worker: Worker, strategy: FedFrozen) -> ArrayRecord:
     return to_record(initial)
 
 
+def start_report(worker: Worker, arrays: ArrayRecord) -> dict[str, Any]:
+    """Return what ``start.json`` holds: SHA-256 and size of the first model, the preprocessing."""
+    tensors = to_tensors(arrays)
+    size = sum(tensor.numel() for tensor in tensors.values())
+    return {
+        "model": {"sha256": digest(tensors), "entries": len(tensors), "numbers": size},
+        "preprocessing": {**asdict(worker.spec), "augment": getattr(worker.dataset, "augment", "")},
+    }
+
+
+def begin(folder: RunFolder, worker: Worker, arrays: ArrayRecord) -> None:
+    """Write down what a run starts from."""
+    folder.write_partition(partition_report(worker.partition, worker.dataset))
+    folder.write_start(start_report(worker, arrays))
+
+
 def run_federation(config: RunConfig, grid: Grid, on_round: OnRound) -> RunFolder:
     """Run a config on a grid and return its run folder.
 
@@ -333,7 +351,7 @@ def run_federation(config: RunConfig, grid: Grid, on_round: OnRound) -> RunFolde
     if not config.resume:
         start = [initial_model(worker, strategy)]
         folder = RunFolder.create(config)
-        folder.write_partition(partition_report(worker.partition, worker.dataset))
+        begin(folder, worker, start[0])
         # popped, or the first model would stay in memory until the run ends
         Federation(config, grid, worker, strategy, folder).run(start.pop(), on_round)
         return folder
@@ -351,9 +369,9 @@ def _resume(
     checkpoint = read_checkpoint(folder.path)
     done = -1 if checkpoint is None else checkpoint.server_round
     folder.go_back_to(done)
-    folder.write_partition(partition_report(worker.partition, worker.dataset))
     if checkpoint is None:
         start = [initial_model(worker, strategy)]
+        begin(folder, worker, start[0])
     else:
         log(INFO, "going on after round %d", done)
         start = [federation.restore(checkpoint)]

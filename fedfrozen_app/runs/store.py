@@ -1,7 +1,8 @@
 """The run folder: everything a report needs, and nothing outside it.
 
 ``config.json`` resolved config, versions, seed, git revision; ``metrics.jsonl`` one line a
-round, round 0 = before training; ``partition.json``; ``model.safetensors`` the whole final
+round, round 0 = before training; ``partition.json``; ``start.json`` the first model's digest and
+the preprocessing, by which runs can be seen to be comparable; ``model.safetensors`` the whole final
 model under the library's own names; ``failure.txt`` only if the run failed, ``end.txt`` only
 if it ended as it should before its last round.
 """
@@ -157,6 +158,10 @@ class RunFolder:
     def write_partition(self, report: Mapping[str, Any]) -> None:
         """Write ``partition.json``."""
         self._write_json("partition.json", report)
+
+    def write_start(self, report: Mapping[str, Any]) -> None:
+        """Write ``start.json``."""
+        self._write_json("start.json", report)
 
     def append(self, metrics: RoundMetrics) -> None:
         """Append a round to ``metrics.jsonl`` and make it durable."""

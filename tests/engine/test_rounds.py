@@ -75,6 +75,7 @@ def test_the_run_folder_holds_what_a_report_needs(tmp_path: Path, cache: str) ->
         "metrics.jsonl",
         "model.safetensors",
         "partition.json",
+        "start.json",
     ]
     assert run.metrics == run.reported
     assert [line.round for line in run.metrics] == [0, 1, 2, 3]
@@ -87,6 +88,11 @@ def test_the_run_folder_holds_what_a_report_needs(tmp_path: Path, cache: str) ->
     assert written["resolved"]["warmup-rounds"] == 1
     assert written["versions"]["flwr"].startswith("1.42")
     assert sum(json.loads((run.folder.path / "partition.json").read_text())["sizes"]) == 251
+    start = json.loads((run.folder.path / "start.json").read_text())
+    assert start["model"]["numbers"] == sum(tensor.numel() for tensor in run.model.values())
+    assert start["preprocessing"]["augment"] == "none"
+    other = Run(tmp_path, cache, strategy="scaffold", run_name="other")
+    assert json.loads((other.folder.path / "start.json").read_text()) == start
 
 
 def test_the_bytes_of_a_run_follow_from_the_shapes(tmp_path: Path, cache: str) -> None:

@@ -330,7 +330,7 @@ class FedFrozen(Strategy):
         tensors = to_tensors(arrays)
         if not self._dtypes:
             self._dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
-        return {name: tensor.to(self._dtypes[name]) for name, tensor in tensors.items()}
+        return {name: t.to(self._dtypes.get(name, t.dtype)) for name, t in tensors.items()}
 
     # --- down -------------------------------------------------------------------------
     def configure_train(

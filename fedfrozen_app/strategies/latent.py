@@ -21,7 +21,12 @@ from typing import Any, Literal, Self, get_args
 import torch
 from flwr.app import ArrayRecord, Message, MetricRecord
 from flwr.serverapp import Grid
-from flwr.serverapp.strategy import Result
+from flwr.serverapp.strategy import (
+    DifferentialPrivacyServerSideAdaptiveClipping,
+    DifferentialPrivacyServerSideFixedClipping,
+    Result,
+    Strategy,
+)
 from flwr.supercore import log
 
 from fedfrozen_app.models.generators import Generator, Memory
@@ -35,6 +40,11 @@ from fedfrozen_app.strategies.schedule import FreezeSchedule
 from fedfrozen_app.transport.arrays import to_record, to_tensors
 from fedfrozen_app.transport.block import FrozenBlock
 from fedfrozen_app.transport.payload import LATENT, LATENT_MAPPING, mark_latent
+
+CENTRAL_PRIVACY = (
+    DifferentialPrivacyServerSideFixedClipping,
+    DifferentialPrivacyServerSideAdaptiveClipping,
+)
 
 
 @dataclass(frozen=True)
@@ -106,6 +116,24 @@ class LatentConfig:
         return cls(dim=dim, rank=rank, seed=seed, **named)
 
 
+def check_averages_latents(strategy: Strategy, bits: int) -> None:
+    """Raise ValueError for what cannot average latents, wrapped for central privacy or not."""
+    rule = strategy
+    if isinstance(strategy, CENTRAL_PRIVACY):
+        rule = strategy.strategy
+        if bits != 32:
+            raise ValueError(
+                f"bits={bits} cannot go with {type(strategy).__name__}, which clips and noises "
+                "plain numbers; set bits=32"
+            )
+    if not (isinstance(rule, ServerRule) and rule.any_entries):
+        raise ValueError(
+            f"{type(rule).__name__} cannot average latents: it must be a rule of this package that "
+            "does not count gradient steps, for example FedAvg or FedAvgM, alone or in one of "
+            f"{', '.join(kind.__name__ for kind in CENTRAL_PRIVACY)}"
+        )
+
+
 class FedFrozenLatent(FedFrozen):
     """Wrap a rule so that after a warm-up nothing but a latent travels.
 
@@ -113,7 +141,9 @@ class FedFrozenLatent(FedFrozen):
     ----------
     strategy : ServerRule, optional
         The rule; by default our ``FedAvg``, unweighted as in the paper. It acts on the
-        weights during the warm-up and on the latent afterwards, with fresh state.
+        weights during the warm-up and on the latent afterwards, with fresh state. It may be
+        inside one of Flower's wrappers for central differential privacy with clipping by the
+        server, which then clip and noise latents: as many numbers as a latent has.
     warmup_rounds : int
         T_warm; 0 is FLITE.
     frozen : str
@@ -136,7 +166,7 @@ class FedFrozenLatent(FedFrozen):
 
     def __init__(
         self,
-        strategy: ServerRule[Any, Any] | None = None,
+        strategy: Strategy | None = None,
         *,
         warmup_rounds: int = 0,
         frozen: str = "all",
@@ -145,13 +175,10 @@ class FedFrozenLatent(FedFrozen):
         schedule: FreezeSchedule | None = None,
         **fedfrozen: Any,
     ) -> None:
-        if strategy is not None and not (isinstance(strategy, ServerRule) and strategy.any_entries):
-            raise ValueError(
-                f"{type(strategy).__name__} cannot average latents: it must be a rule of this "
-                "package that does not count gradient steps, for example FedAvg or FedAvgM"
-            )
         if bits not in (32, 8, 4):
             raise ValueError(f"bits must be 32, 8 or 4, got {bits}")
+        if strategy is not None:
+            check_averages_latents(strategy, bits)
         if fedfrozen.get("value_l2"):
             raise ValueError(
                 f"value_l2={fedfrozen['value_l2']} acts on weights and here a latent trains; set "
@@ -230,8 +257,10 @@ class FedFrozenLatent(FedFrozen):
 
     @property
     def _rule(self) -> ServerRule[Any, Any]:
-        assert isinstance(self.strategy, ServerRule)  # for the type checker; see __init__
-        return self.strategy
+        wrapped = self.strategy
+        rule = wrapped.strategy if isinstance(wrapped, CENTRAL_PRIVACY) else wrapped
+        assert isinstance(rule, ServerRule)  # for the type checker; see check_averages_latents
+        return rule
 
     # --- down -------------------------------------------------------------------------
     def _shown(self, server_round: int, arrays: ArrayRecord) -> tuple[ArrayRecord, ArrayRecord]:
@@ -239,7 +268,8 @@ class FedFrozenLatent(FedFrozen):
         self._enter(server_round, tensors)
         if self.mapping is None:
             return super()._shown(server_round, arrays)
-        shown = to_record({LATENT: self.z})
+        self._x = {LATENT: self.z}
+        shown = to_record(self._x)
         return shown, shown
 
     def _dress(

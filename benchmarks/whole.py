@@ -162,6 +162,8 @@ def measure_job(
                 found[run].append(calls[run]())
             except ContenderError as error:
                 failed[run] = str(error)
+    if "fedfrozen" in failed:
+        raise ContenderError(f"fedfrozen, which others are compared with: {failed['fedfrozen']}")
     rows = [_row(run, found[run], found["fedfrozen"]) for run in found if run not in failed]
     rows += [{"contender": run, "failed": why} for run, why in failed.items()]
     title = f"{job.workload.title}, {jobs} at once"

@@ -1,4 +1,4 @@
-"""Every run of every experiment file can be, and compares what it says it compares."""
+"""Every run of FLITE's experiment files can be, and compares what it says it compares."""
 
 import re
 import shlex
@@ -16,7 +16,7 @@ from fedfrozen_app.runs.sweep import Sweep, read_sweep
 from fedfrozen_app.training.central import pretraining_config
 
 ROOT = Path(__file__).resolve().parents[1]
-FILES = sorted((ROOT / "experiments").glob("*/*.toml"))
+FILES = sorted((ROOT / "experiments").glob("flite/*.toml"))
 SIZES = {
     "flite-byte-budget": 6,
     "flite-byte-budget-small": 6,

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedfrozen_app.config import ConfigError
+from fedfrozen_app.runs.comparison import statement
 from fedfrozen_app.runs.finished import is_finished, stored_config
 from fedfrozen_app.runs.store import NOT_OF_THE_RESULT, RunFolder
 from fedfrozen_app.runs.sweep import LABELS_FILE
@@ -200,7 +201,8 @@ def write_report(paths: Sequence[Path], out: Path, panels: str = "") -> list[Pat
             f"panels must be a label of the runs, got {panels!r}; they have {sorted(labels)}"
         )
     out.mkdir(parents=True, exist_ok=True)
-    (out / "table.md").write_text(markdown(settings))
+    runs = [run for setting in settings for run in setting.runs]
+    (out / "table.md").write_text(f"{markdown(settings)}\n{statement(runs)}\n")
     for ending in ("png", "svg"):
         drawn = draw_bandwidth(settings, out / f"bandwidth.{ending}", panels)
     (out / "bandwidth.json").write_text(json.dumps(drawn, indent=1) + "\n")

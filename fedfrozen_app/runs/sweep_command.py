@@ -8,6 +8,7 @@ from rich.measure import Measurement
 from fedfrozen_app.config import ConfigError
 from fedfrozen_app.models.registry import model_spec
 from fedfrozen_app.models.weights import check_weights
+from fedfrozen_app.runs.comparison import statement
 from fedfrozen_app.runs.sweep import Cell, Sweep
 from fedfrozen_app.runs.sweep_children import run_cells
 from fedfrozen_app.runs.sweep_progress import shown
@@ -41,7 +42,10 @@ def run_sweep(sweep: Sweep, console: Console, jobs: int) -> dict[str, str]:
     print_whole(progress(done, total, todo), console)
     with shown(console, total, done, jobs) as watch:
         failures = run_cells(todo, sweep.out, jobs=jobs, watch=watch)
-    print_whole(result_table(sweep, sweep.finished()), console)
+    finished = sweep.finished()
+    print_whole(result_table(sweep, finished), console)
+    if finished:
+        print_whole(statement(list(finished.values())), console)
     print_whole(f"run folders: {sweep.out}", console)
     return failures
 

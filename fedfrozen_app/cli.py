@@ -236,13 +236,11 @@ def tune(
 @app.command()
 def report(
     paths: Annotated[list[Path], typer.Argument(help="run folders, or folders of a sweep")],
-    out: Annotated[Path, typer.Option(help="folder for table.md and the pictures")] = Path(
-        "report"
-    ),
+    out: Annotated[Path, typer.Option(help="folder for tables, pictures, page")] = Path("report"),
     panels: Annotated[str, typer.Option(help="label whose values get a picture each")] = "",
 ) -> None:
-    """Write a table of finished runs, and accuracy against bytes as a picture."""
-    from fedfrozen_app.runs.report import write_report
+    """Write tables and pictures of finished runs, and one page with all of them."""
+    from fedfrozen_app.report.write import write_report
 
     try:
         written = write_report(paths, out, panels)

@@ -10,7 +10,10 @@ from typer.testing import CliRunner
 
 from fedfrozen_app.cli import app
 from fedfrozen_app.config import ConfigError, RunConfig
-from fedfrozen_app.runs.report import curve, markdown, read_settings, write_report
+from fedfrozen_app.report.curves import curve
+from fedfrozen_app.report.settings import read_settings
+from fedfrozen_app.report.tables import markdown
+from fedfrozen_app.report.write import write_report
 from fedfrozen_app.runs.store import RoundMetrics, RunFolder
 from fedfrozen_app.runs.sweep import LABELS_FILE
 
@@ -56,7 +59,7 @@ def test_seeds_of_a_setting_are_one_row_of_mean_and_deviation(runs: Path) -> Non
     head, _, first, second = (row.split(" | ") for row in markdown([one, other]).splitlines())
     assert head[:3] == ["| strategy", "accuracy", "best"]
     # of .7 and .9: mean .8, deviation sqrt(2 * .1^2 / 1)
-    assert first[:2] == ["| fedavg", f"0.8000 +- {math.sqrt(0.02):.4f}"]
+    assert first[:2] == ["| fedavg", f"**0.8000 +- {math.sqrt(0.02):.4f}**"]
     assert second[:2] == ["| fedprox", "0.6000"]
     # kB of each of the round's four clients, MB of the run: 4000 + 8000 up, 2 x 6000 down
     assert first[4:8] == ["2.00", "1.50", "0.012", "0.012"]
@@ -87,12 +90,13 @@ def test_a_sweeps_own_labels_name_its_runs_and_panels(runs: Path, tmp_path: Path
     ]
     paths = write_report([runs], tmp_path / "out", "data")
     assert [path.name for path in paths] == [
-        "table.md", "bandwidth.png", "bandwidth.svg", "bandwidth.json",
+        "table.md", "table.tex", "table.csv", "pivot.md", "pivot.tex",
+        "bandwidth.png", "bandwidth.svg", "bandwidth.json", "report.html",
     ]  # fmt: skip
-    drawn = json.loads(paths[-1].read_text())
+    drawn = json.loads(paths[7].read_text())
     assert drawn.keys() == {"iid"} and drawn["iid"].keys() == {"FEDAVG", "FEDPROX"}
     assert drawn["iid"]["FEDAVG"]["mean"] == pytest.approx([0.1, 0.45, 0.8])
-    assert paths[1].read_bytes()[:4] == b"\x89PNG" and b"<svg" in paths[2].read_bytes()
+    assert paths[5].read_bytes()[:4] == b"\x89PNG" and b"<svg" in paths[6].read_bytes()
     with pytest.raises(ConfigError, match=r"panels must be a label .*'x'; they have \['data', 'me"):
         write_report([runs], tmp_path / "out", "x")
 

@@ -1,0 +1,1 @@
+"""Tables, pictures and one page of finished runs, from their run folders alone."""

@@ -32,8 +32,8 @@ class Parcel:
 
 
 def new_folder() -> Path:
-    """Make a folder for parcels; its maker removes it."""
-    return Path(tempfile.mkdtemp(prefix="fedfrozen-", dir=_ROOT))
+    """Make a folder for parcels, named by the process that is to remove it."""
+    return Path(tempfile.mkdtemp(prefix=f"fedfrozen-{os.getpid()}-", dir=_ROOT))
 
 
 class Shelf:

@@ -77,7 +77,10 @@ class Compose:
 
     def status(self) -> str:
         (server,) = self.ids("serverapp")
-        output = self.call("docker", "exec", server, "flwr.sh", "list", "prod", "--format", "json")
+        words = ("docker", "exec", server, "flwr.sh", "list", "prod", "--format", "json")
+        output = self.call(*words, check=False)
+        if '"runs"' not in output:  # the SuperLink is away, or starting
+            return "unknown"
         runs = json.loads(output[output.index("{") : output.rindex("}") + 1])["runs"]
         return str(max(runs, key=lambda run: run["pending-at"])["status"])
 

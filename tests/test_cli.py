@@ -1,9 +1,4 @@
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -97,46 +92,3 @@ def test_partition_draws_and_writes(tmp_path: Path) -> None:
     report = json.loads((out / "partition.json").read_text())
     assert sum(report["sizes"]) + report["num_public_examples"] == 1437
     assert (out / "partition.png").read_bytes()[:4] == b"\x89PNG"
-
-
-def processes_with(marker: str) -> list[str]:
-    """Command lines of the processes that have ``marker`` in their environment."""
-    found = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            if marker.encode() in (entry / "environ").read_bytes():
-                found.append((entry / "cmdline").read_text().replace("\0", " "))
-        except OSError:
-            continue
-    return found
-
-
-@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
-def test_a_stopped_run_leaves_no_process(tmp_path: Path, how: signal.Signals) -> None:
-    if not Path("/proc/self/environ").exists():
-        pytest.skip("needs /proc to see processes")
-    marker = f"MARKER_{os.getpid()}_{time.time_ns()}"
-    command = [sys.executable, "-m", "fedfrozen_app.cli", "run", *FAST, "rounds=500", "jobs=2"]
-    where = [f"run-dir={tmp_path}", f"cache-dir={tmp_path}/cache", "run-name=cut"]
-    process = subprocess.Popen(
-        [*command, *where],
-        env={**os.environ, "FEDFROZEN_TEST": marker},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    metrics = tmp_path / "cut" / "metrics.jsonl"
-    deadline = time.monotonic() + 100
-    while time.monotonic() < deadline and process.poll() is None:
-        if metrics.exists() and len(metrics.read_text().splitlines()) >= 3:
-            break
-        time.sleep(0.1)
-    process.send_signal(how)
-    _, err = process.communicate(timeout=60)
-    while processes_with(marker) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert processes_with(marker) == []
-    if how == signal.SIGTERM:
-        assert process.returncode == 130
-        assert "interrupted" in err and "Traceback" not in err
-        assert (tmp_path / "cut" / "model.safetensors").exists()

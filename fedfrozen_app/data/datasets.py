@@ -29,6 +29,7 @@ from fedfrozen_app.data.decode import ImageCensus, write_images
 from fedfrozen_app.data.images import ImageExamples, Preprocessor
 from fedfrozen_app.data.sources import Columns, Table, Tables
 from fedfrozen_app.data.text import TextDataset, load_text
+from fedfrozen_app.disk import save_array
 from fedfrozen_app.seeds import derive_seed, numpy_generator
 
 if TYPE_CHECKING:
@@ -256,9 +257,9 @@ def _build_tables(
     for split, table in splits.items():
         images = table.encoded_images(columns.image)
         write_images(folder / f"{split}_images.npy", images, len(labels[split]), form, split)
-        np.save(folder / f"{split}_labels.npy", labels[split])
+        save_array(folder / f"{split}_labels.npy", labels[split])
         if split in writers:
-            np.save(folder / f"{split}_writers.npy", writers[split])
+            save_array(folder / f"{split}_writers.npy", writers[split])
     return {"class_names": class_names, "writer_names": writer_names}
 
 
@@ -277,8 +278,8 @@ def _build_digits(folder: Path) -> dict[str, Any]:
         random_state=derive_seed(SPLIT_SEED, "digits-test-split") % 2**32,
     )
     for split, rows in zip(("train", "test"), map(np.sort, parts), strict=True):
-        np.save(folder / f"{split}_images.npy", images[rows])
-        np.save(folder / f"{split}_labels.npy", labels[rows])
+        save_array(folder / f"{split}_images.npy", images[rows])
+        save_array(folder / f"{split}_labels.npy", labels[rows])
     key = content_key(version=DECODE_VERSION, digits=DIGITS_TEST_SIZE)
     return {"key": key, "class_names": list("0123456789"), "writer_names": []}
 

@@ -30,6 +30,7 @@ from fedfrozen_app.config_rules import TEXT_DATASETS
 from fedfrozen_app.data import sources
 from fedfrozen_app.data.cache import cache_root, cached, content_key
 from fedfrozen_app.data.sources import Table, Tables
+from fedfrozen_app.disk import save_array
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -194,13 +195,13 @@ def _build(entry: Path, tables: Tables) -> dict[str, Any]:
         encoded = [encoding.ids for encoding in tokenizer.encode_batch(text)]
         ends = np.cumsum([len(ids) for ids in encoded])
         tokens = np.fromiter((i for ids in encoded for i in ids), np.int16, ends[-1])
-        np.save(entry / f"{split}_tokens.npy", tokens)
+        save_array(entry / f"{split}_tokens.npy", tokens)
         headings = find_headings(text)
         begins = np.array([ends[line] - len(encoded[line]) for line in headings], dtype=np.int64)
         titles[split] = list(headings.values())
         if begins[:1].tolist() != [0]:  # text before the first heading, or no headings
             begins, titles[split] = np.insert(begins, 0, 0), [UNTITLED, *titles[split]]
-        np.save(entry / f"{split}_articles.npy", begins)
+        save_array(entry / f"{split}_articles.npy", begins)
     return {"vocabulary": tokenizer.get_vocab_size(), "titles": titles["train"]}
 
 

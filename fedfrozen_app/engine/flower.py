@@ -14,7 +14,6 @@ import signal
 import socket
 import subprocess
 import tempfile
-import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
@@ -33,6 +32,7 @@ from fedfrozen_app.engine.flower_app import (
     simulation_resources,
     write_app,
 )
+from fedfrozen_app.engine.interrupts import handled, signals_ignored
 from fedfrozen_app.engine.processes import end_processes
 
 OnLine = Callable[[str], None]
@@ -85,7 +85,7 @@ def run_app(
         except _RuntimeFailure as failure:
             status = str(failure)
         finally:
-            with _signals_ignored():
+            with signals_ignored():
                 runtime.end()
     if status == COMPLETED:
         return 0
@@ -205,27 +205,5 @@ def _raise_exit(number: int, _: FrameType | None) -> NoReturn:
 @contextmanager
 def _signals_as_exceptions() -> Iterator[None]:
     """Let SIGTERM and a closed terminal unwind the stack, as Ctrl-C does, and not just kill."""
-    with _handlers(_raise_exit, signal.SIGTERM, signal.SIGHUP):
+    with handled(_raise_exit, signal.SIGTERM, signal.SIGHUP):
         yield
-
-
-@contextmanager
-def _signals_ignored() -> Iterator[None]:
-    """Keep a second Ctrl-C from stopping the clean-up of the first."""
-    with _handlers(signal.SIG_IGN, signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        yield
-
-
-@contextmanager
-def _handlers(handler: Any, *numbers: signal.Signals) -> Iterator[None]:
-    """Set signal handlers, where this thread may; a signal that is ignored stays so (nohup)."""
-    previous = {}
-    if threading.current_thread() is threading.main_thread():
-        for number in numbers:
-            if signal.getsignal(number) is not signal.SIG_IGN:
-                previous[number] = signal.signal(number, handler)
-    try:
-        yield
-    finally:
-        for number, old in previous.items():
-            signal.signal(number, old)

@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from fedfrozen_app.disk import explained
+
 _ALIGNMENT = 64  # bytes; vector loads want aligned arrays
 # /dev/shm is memory; elsewhere a temporary file does the same, through the page cache
 _ROOT = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else None
@@ -30,8 +32,8 @@ class Parcel:
 
 
 def new_folder() -> Path:
-    """Make a folder for parcels; its maker removes it."""
-    return Path(tempfile.mkdtemp(prefix="fedfrozen-", dir=_ROOT))
+    """Make a folder for parcels, named by the process that is to remove it."""
+    return Path(tempfile.mkdtemp(prefix=f"fedfrozen-{os.getpid()}-", dir=_ROOT))
 
 
 class Shelf:
@@ -83,8 +85,14 @@ def pack(content: Any, folder: Path, shelf: Shelf | None = None) -> Parcel:
     try:
         path = _write(views, folder)
     except OSError:  # shared memory is full, as in a container with little of it
-        path = _write(views, Path(tempfile.gettempdir()))
+        path = _write_elsewhere(views)
     return Parcel(pickled, path, tuple(view.nbytes for view in views))
+
+
+def _write_elsewhere(views: list[memoryview]) -> str:
+    folder = Path(tempfile.gettempdir())
+    with explained(folder, "processes hand over arrays there: make room, or use jobs=1"):
+        return _write(views, folder)
 
 
 def _write(views: list[memoryview], folder: Path) -> str:

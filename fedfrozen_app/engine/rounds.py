@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
+from functools import partial
 from logging import ERROR, INFO, WARNING
 from pathlib import Path
 from typing import Any
@@ -13,18 +14,21 @@ from flwr.supercore import log
 
 from fedfrozen_app.config import ConfigError, RunConfig
 from fedfrozen_app.data.partition import partition_report
+from fedfrozen_app.disk import explained
 from fedfrozen_app.engine.roster import Roster
 from fedfrozen_app.engine.snapshot import Snapshot
 from fedfrozen_app.models.head import METADATA_KEY, never_trained
 from fedfrozen_app.models.registry import model_spec
 from fedfrozen_app.models.weights import check_weights
 from fedfrozen_app.runs.checkpoint import (
+    FOLDER,
+    KEPT,
     Checkpoint,
     read_checkpoint,
     remove_checkpoints,
     write_checkpoint,
 )
-from fedfrozen_app.runs.store import RoundMetrics, RunFolder, check_free
+from fedfrozen_app.runs.store import GO_ON, RoundMetrics, RunFolder, check_free, check_room
 from fedfrozen_app.strategies import FedFrozen, FreezeSchedule, QuorumError
 from fedfrozen_app.strategies.base import ServerRule
 from fedfrozen_app.strategies.latent import FedFrozenLatent, LatentConfig
@@ -131,11 +135,11 @@ class Federation:
                 arrays = self._train(server_round, arrays, messages)
                 self._record(server_round, arrays, started, on_round)
                 self._checkpoint(server_round, arrays)
+            self._save_model(arrays)
         except BaseException as error:  # Ctrl-C too: the folder must not look finished
             self._forget_clients()
             self._save_after(error, arrays)
             raise
-        self._save_model(arrays)
         self._forget_clients()
         remove_checkpoints(self.folder.path)
 
@@ -154,7 +158,8 @@ class Federation:
                 "spent": dict(self.grid.spent),
             }
 
-        write_checkpoint(self.folder.path, server_round, make)
+        with explained(self.folder.path / FOLDER, GO_ON):
+            write_checkpoint(self.folder.path, server_round, make)
 
     def restore(self, checkpoint: Checkpoint) -> ArrayRecord:
         """Be where a checkpoint was written; return the model."""
@@ -334,6 +339,15 @@ def begin(folder: RunFolder, worker: Worker, arrays: ArrayRecord) -> None:
     folder.write_start(start_report(worker, arrays))
 
 
+def smallest_bytes(config: RunConfig, arrays: ArrayRecord) -> int:
+    """Return what a run folder holds at once at the least: the model, and checkpoints of it."""
+    checkpoints = (
+        0 if config.checkpoint_every == 0 else (config.rounds - 1) // config.checkpoint_every
+    )
+    size = sum(tensor.nbytes for tensor in to_tensors(arrays).values())
+    return size * (1 + min(checkpoints, KEPT))
+
+
 def run_federation(config: RunConfig, grid: Grid, on_round: OnRound) -> RunFolder:
     """Run a config on a grid and return its run folder.
 
@@ -350,8 +364,8 @@ def run_federation(config: RunConfig, grid: Grid, on_round: OnRound) -> RunFolde
     worker, strategy = prepare(config)
     if not config.resume:
         start = [initial_model(worker, strategy)]
-        folder = RunFolder.create(config)
-        begin(folder, worker, start[0])
+        check_room(config, smallest_bytes(config, start[0]))
+        folder = RunFolder.create(config, partial(begin, worker=worker, arrays=start[0]))
         # popped, or the first model would stay in memory until the run ends
         Federation(config, grid, worker, strategy, folder).run(start.pop(), on_round)
         return folder

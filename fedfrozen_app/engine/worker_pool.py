@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from multiprocessing import get_context, parent_process
 from pathlib import Path
@@ -21,6 +21,7 @@ from flwr.common.constant import SUPERLINK_NODE_ID, ErrorCode
 from flwr.supercore.task_identity import TaskIdentity
 
 from fedfrozen_app.engine import handover
+from fedfrozen_app.engine.interrupts import signals_ignored
 
 
 def load_app(reference: str) -> ClientApp:
@@ -121,13 +122,20 @@ class WorkerPool:
 
     def close(self, *, at_once: bool = False) -> None:
         """End the workers, ``at_once`` without waiting for the clients they are at."""
-        if self._executor is not None:
-            if at_once:
-                for process in list((self._executor._processes or {}).values()):
-                    process.terminate()
-            self._executor.shutdown(wait=True, cancel_futures=True)
-            self._executor = None
-        shutil.rmtree(self._folder, ignore_errors=True)
+        with signals_ignored() if at_once else nullcontext():
+            try:
+                self._end_workers(at_once)
+            finally:
+                shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _end_workers(self, at_once: bool) -> None:
+        if self._executor is None:
+            return
+        if at_once:
+            for process in list((self._executor._processes or {}).values()):
+                process.terminate()
+        self._executor.shutdown(wait=True, cancel_futures=True)
+        self._executor = None
 
 
 @contextmanager

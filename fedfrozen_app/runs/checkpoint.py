@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from flwr.supercore import log
 
+from fedfrozen_app.disk import save_state
 from fedfrozen_app.transport.client_files import sync
 
 FOLDER, STATE, CLIENTS, MANIFEST = "checkpoint", "state.pt", "clients", "manifest.json"
@@ -63,7 +64,7 @@ def write_checkpoint(
     _remove_unfinished(parent)
     temporary = Path(tempfile.mkdtemp(dir=parent, prefix="."))
     try:
-        torch.save(make(temporary / CLIENTS), temporary / STATE)
+        save_state(temporary / STATE, make(temporary / CLIENTS))
         sync(temporary / STATE)
         manifest = _manifest(temporary, server_round)
         (temporary / MANIFEST).write_text(json.dumps(manifest))

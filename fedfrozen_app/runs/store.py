@@ -7,15 +7,17 @@ model under the library's own names; ``failure.txt`` only if the run failed, ``e
 if it ended as it should before its last round.
 """
 
+import errno
 import importlib.metadata
 import json
 import math
 import os
 import platform
+import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -23,9 +25,11 @@ from typing import Any, Self
 import torch
 
 from fedfrozen_app.config import ConfigError, RunConfig
+from fedfrozen_app.disk import explained
 from fedfrozen_app.tensor_file import write_tensors
 
 REVISION_VARIABLE = "FEDFROZEN_REVISION"
+GO_ON = "make room there and go on with --resume (resume=true)"
 FAILURE, EARLY_END, MODEL = "failure.txt", "end.txt", "model.safetensors"
 # keys that say how and where a run is made, not what comes out
 NOT_OF_THE_RESULT = (
@@ -96,25 +100,31 @@ class RunFolder:
         self.path = path
 
     @classmethod
-    def create(cls, config: RunConfig) -> Self:
-        """Create the folder of a new run and write ``config.json``.
+    def create(
+        cls, config: RunConfig, begin: "Callable[[RunFolder], None]" = lambda folder: None
+    ) -> Self:
+        """Create the folder of a new run, write ``config.json`` and what ``begin`` writes.
 
         Raises
         ------
         ConfigError
             If a run of that name exists (nothing is overwritten) or the folder cannot be
-            written.
+            written; there is no folder then.
         """
         parent = Path(config.run_dir).expanduser().resolve()
+        path: Path | None = None
         try:
             parent.mkdir(parents=True, exist_ok=True)
-            path = _new_folder(parent, config)
+            folder = cls(path := _new_folder(parent, config))
+            folder._write_json("config.json", describe_run(config))
+            begin(folder)
         except OSError as error:
+            if path is not None:  # it holds no result yet
+                shutil.rmtree(path, ignore_errors=True)
             raise ConfigError(
-                f"run-dir={config.run_dir!r} cannot be written: {error.strerror}; choose another"
+                f"run-dir={config.run_dir!r} cannot be written: "
+                f"{os.strerror(error.errno or errno.EIO)}; make room, or choose another"
             ) from None
-        folder = cls(path)
-        folder._write_json("config.json", describe_run(config))
         return folder
 
     @classmethod
@@ -128,6 +138,7 @@ class RunFolder:
         """
         folder = cls(Path(config.run_dir).expanduser().resolve() / config.resolved_run_name)
         if not (folder.path / "config.json").exists():
+            folder._remove_unused()
             return cls.create(config.model_copy(update={"run_name": config.resolved_run_name}))
         known = json.loads((folder.path / "config.json").read_text())["config"]
         for key, value in config.to_mapping().items():
@@ -138,21 +149,29 @@ class RunFolder:
                 )
         return folder
 
+    def _remove_unused(self) -> None:
+        """Remove the folder if whoever made it was killed before the first file was there."""
+        for unfinished in self.path.glob(".config.json-*"):
+            unfinished.unlink()
+        with suppress(OSError):  # none, or not empty
+            self.path.rmdir()
+
     def is_over(self) -> bool:
         """Whether the run came to its end as it should."""
         return (self.path / MODEL).exists() and self.failure() is None
 
     def go_back_to(self, server_round: int) -> None:
         """Take back what was written after a round, -1 for all, and the end of the run."""
-        for name in (FAILURE, EARLY_END, MODEL):
-            (self.path / name).unlink(missing_ok=True)
         path = self.path / "metrics.jsonl"
         lines = path.read_text().splitlines() if path.exists() else []
-        with atomic_path(path) as temporary:
+        with explained(path, GO_ON), atomic_path(path) as temporary:
             temporary.write_text("".join(f"{line}\n" for line in lines[: server_round + 1]))
+        for name in (MODEL, EARLY_END, FAILURE):  # a model without a failure is the end of a run
+            (self.path / name).unlink(missing_ok=True)
 
     def _write_json(self, name: str, content: Mapping[str, Any]) -> None:
-        with atomic_path(self.path / name) as temporary:
+        path = self.path / name
+        with explained(path, GO_ON), atomic_path(path) as temporary:
             temporary.write_text(json.dumps(content, indent=1) + "\n")
 
     def write_partition(self, report: Mapping[str, Any]) -> None:
@@ -164,18 +183,27 @@ class RunFolder:
         self._write_json("start.json", report)
 
     def append(self, metrics: RoundMetrics) -> None:
-        """Append a round to ``metrics.jsonl`` and make it durable."""
-        with (self.path / "metrics.jsonl").open("a") as file:
-            file.write(json.dumps({key: _finite(value) for key, value in asdict(metrics).items()}))
-            file.write("\n")
-            file.flush()
-            os.fsync(file.fileno())
+        """Append a round to ``metrics.jsonl`` and make it durable; a whole line or none."""
+        path = self.path / "metrics.jsonl"
+        line = json.dumps({key: _finite(value) for key, value in asdict(metrics).items()})
+        size = path.stat().st_size if path.exists() else 0
+        with explained(path, GO_ON):
+            try:
+                with path.open("a") as file:
+                    file.write(line + "\n")
+                    file.flush()
+                    os.fsync(file.fileno())
+            except OSError:
+                with suppress(OSError):
+                    os.truncate(path, size)
+                raise
 
     def save_model(
         self, arrays: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None
     ) -> None:
         """Write the whole model to ``model.safetensors``, with metadata for its header."""
-        with atomic_path(self.path / MODEL) as temporary:
+        path = self.path / MODEL
+        with explained(path, GO_ON), atomic_path(path) as temporary:
             write_tensors(temporary, arrays, metadata)
 
     def write_failure(self, reason: str) -> None:
@@ -239,6 +267,18 @@ def check_free(config: RunConfig) -> None:
     path = Path(config.run_dir).expanduser() / config.resolved_run_name
     if config.run_name != "auto" and path.exists():
         raise ConfigError(_taken(config, path))
+
+
+def check_room(config: RunConfig, needed_bytes: int) -> None:
+    """Raise ConfigError if the disk of ``run-dir`` has less room than a run takes at least."""
+    path = Path(config.run_dir).expanduser().resolve()
+    usage = shutil.disk_usage(next(one for one in (path, *path.parents) if one.exists()))
+    if usage.total and usage.free < needed_bytes:  # a file system without numbers says 0
+        raise ConfigError(
+            f"run-dir={config.run_dir!r} has {usage.free / 1e6:.1f} MB left, and the model with "
+            f"its checkpoints (checkpoint-every={config.checkpoint_every}) takes "
+            f"{needed_bytes / 1e6:.1f} MB; make room, or choose another"
+        )
 
 
 def _finite(value: Any) -> Any:

@@ -35,7 +35,7 @@ from fedfrozen_app.strategies.replies import (
     accepted,
     check_quorum,
     check_share,
-    in_client_order,
+    in_order,
     is_finite,
     needs_of,
 )
@@ -142,7 +142,8 @@ class ServerRule(FlowerFedAvg, Generic[C, S]):
         Which node trains which client's partition; by default the nodes as they come.
     work : mapping of int to float
         How long clients train, in any unit, as far as it is known: the longest are asked first, so
-        that no worker waits for them at the end of a round. It changes no cohort.
+        that no worker waits for them at the end of a round. It changes no cohort, but the order
+        in which replies are added, alike in every engine.
     min_replies : float
         Share of the cohort, in [0, 1], that must reply usably; fewer end the run.
     buffers : collection of str
@@ -325,13 +326,17 @@ class ServerRule(FlowerFedAvg, Generic[C, S]):
         messages = []
         if train:
             self.num_members = len(members)
-        for client in sorted(cohort, key=lambda client: -self.work.get(client, 0.0)):
+        for client in sorted(cohort, key=self._turn):
             said = self._said(client) if train else {}
             own = ConfigRecord({**config, **said, SERVER_ROUND: server_round, PARTITION_ID: client})
             content = RecordDict({self.arrayrecord_key: arrays, self.configrecord_key: own})
             group = group_of(server_round, client)
             messages.append(Message(content, members[client], kind, group_id=group))
         return messages
+
+    def _turn(self, client: int) -> tuple[float, int]:
+        """Return a client's place in a round; replies are added in this order in every engine."""
+        return -self.work.get(client, 0.0), client
 
     def _said(self, client: int) -> Instructions:
         kept = self.versions.instructions(client) if self.keeps_on_clients else {}
@@ -406,7 +411,7 @@ class ServerRule(FlowerFedAvg, Generic[C, S]):
         """
         client = Addressees(self._sent)
         good = accepted(
-            in_client_order(self._grid, replies, client),
+            in_order(self._grid, replies, lambda reply: self._turn(client(reply))),
             self._expected,
             self.weighted_by_key,
             server_round,

@@ -37,7 +37,7 @@ from fedfrozen_app.strategies.replies import (
     any_float,
     check_quorum,
     check_share,
-    in_client_order,
+    in_order,
     needs_of,
 )
 from fedfrozen_app.strategies.scaffold import Scaffold
@@ -451,7 +451,7 @@ class FedFrozen(Strategy):
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Show a stock strategy the usable replies in client order, as whole models."""
         client, key, report = Addressees(self._sent), weight_key(self.strategy), self._report
-        ordered = in_client_order(self._grid, replies, client)
+        ordered = in_order(self._grid, replies, client)
         decode = None
         expected = any_float(layout_of_tensors(self._x))
         if self.codecs.up is not None:

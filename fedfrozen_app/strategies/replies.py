@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from logging import WARNING
+from typing import Any
 
 import torch
 from flwr.app import Message, MetricRecord, RecordDict
@@ -249,11 +250,15 @@ def is_finite(tensor: torch.Tensor) -> bool:
     return bool(torch.isfinite(tensor).all())
 
 
-def in_client_order(
-    grid: Grid | None, replies: Iterable[Message], client: Callable[[Message], int]
+def in_order(
+    grid: Grid | None, replies: Iterable[Message], place: Callable[[Message], Any]
 ) -> Iterable[Message]:
-    """Return replies in client order: as they come from an ordered grid, else sorted."""
-    return replies if getattr(grid, "ordered", False) else sorted(replies, key=client)
+    """Return replies by their place: as they come from an ordered grid, else sorted.
+
+    An ordered grid answers in the order of the messages, so places must follow that: sums of
+    floats depend on it, and all engines are to give the same bits.
+    """
+    return replies if getattr(grid, "ordered", False) else sorted(replies, key=place)
 
 
 def accepted(

@@ -30,6 +30,7 @@ from fedfrozen_app.config import ConfigError, RunConfig
 from fedfrozen_app.config_rules import LANGUAGE_MODELS, TEXT_DATASETS
 from fedfrozen_app.data.datasets import load_dataset
 from fedfrozen_app.data.partition import central_rows
+from fedfrozen_app.disk import save_state
 from fedfrozen_app.models.freeze import freeze_, trainable_parameters
 from fedfrozen_app.models.head import METADATA_KEY, central_selection
 from fedfrozen_app.models.registry import create_model, model_spec
@@ -298,7 +299,7 @@ class Pretraining:
             "history": [asdict(epoch) for epoch in self.history],
         }
         with atomic_path(self.checkpoint) as temporary:
-            torch.save(content, temporary)
+            save_state(temporary, content)
 
     def _write(self) -> None:
         """Write the weights, and in their header which head they fit and how good they are."""

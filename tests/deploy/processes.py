@@ -10,7 +10,7 @@ import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -46,6 +46,31 @@ def wait_until(condition: Callable[[], bool], what: str, seconds: float = 120.0)
 def command(name: str) -> str:
     """Return a script of deploy/, or the program of that name."""
     return str(DEPLOY / name) if (DEPLOY / name).exists() else name
+
+
+def call(
+    words: Sequence[str],
+    folder: Path,
+    environment: Mapping[str, str],
+    *,
+    check: bool = True,
+    seconds: float = 900.0,
+    on_failure: Callable[[], str] = lambda: "",
+) -> str:
+    """Run a program to its end and return its output; fail with the end of it if it fails."""
+    done = subprocess.run(
+        words,
+        cwd=folder,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+    )
+    output = ANSI_STYLE.sub("", done.stdout + done.stderr)
+    if check and done.returncode != 0:
+        raise AssertionError(f"{shlex.join(words)}\n{output[-5000:]}\n{on_failure()}")
+    return output
 
 
 def run_config_text(config: dict[str, Any]) -> str:
@@ -143,18 +168,8 @@ class Federation:
 
     def call(self, *words: str, seconds: float = 900.0) -> str:
         """Run a script of deploy/, or a program, to its end; return its output."""
-        done = subprocess.run(
-            [command(words[0]), *words[1:]],
-            cwd=self.folder,
-            env=self.environment,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=seconds,
-        )
-        output = ANSI_STYLE.sub("", done.stdout + done.stderr)
-        assert done.returncode == 0, f"{shlex.join(words)}: {output}\n{self.logs()}"
-        return output
+        words = (command(words[0]), *words[1:])
+        return call(words, self.folder, self.environment, seconds=seconds, on_failure=self.logs)
 
     def run(self, config: dict[str, Any], seconds: float = 900.0) -> str:
         """Submit a run and follow its log to the end; return the log."""

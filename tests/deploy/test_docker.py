@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from fedfrozen_app.deploy.keys import KeyRequest, make_keys
-from tests.deploy.processes import ANSI_STYLE, ROOT, comparable, run_config_text
+from tests.deploy.processes import ROOT, call, comparable, run_config_text
 from tests.deploy.test_loopback import CONFIG, run_here
 
 HOSTS = ("superlink", "localhost", "127.0.0.1")
@@ -53,18 +53,7 @@ class Compose:
             os.chown(path, OWNER, OWNER)
 
     def call(self, *command: str, check: bool = True, seconds: float = 1800) -> str:
-        done = subprocess.run(
-            command,
-            cwd=self.folder,
-            env=self.environment,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=seconds,
-        )
-        output = ANSI_STYLE.sub("", done.stdout + done.stderr)
-        assert done.returncode == 0 or not check, f"{' '.join(command)}\n{output[-5000:]}"
-        return output
+        return call(command, self.folder, self.environment, check=check, seconds=seconds)
 
     def compose(self, *arguments: str, **options: Any) -> str:
         return self.call("docker-compose", *arguments, **options)
@@ -88,7 +77,10 @@ class Compose:
 
     def status(self) -> str:
         (server,) = self.ids("serverapp")
-        output = self.call("docker", "exec", server, "flwr.sh", "list", "prod", "--format", "json")
+        words = ("docker", "exec", server, "flwr.sh", "list", "prod", "--format", "json")
+        output = self.call(*words, check=False)
+        if '"runs"' not in output:  # the SuperLink is away, or starting
+            return "unknown"
         runs = json.loads(output[output.index("{") : output.rindex("}") + 1])["runs"]
         return str(max(runs, key=lambda run: run["pending-at"])["status"])
 

@@ -23,7 +23,7 @@ from fedfrozen_app.strategies import (
 )
 from fedfrozen_app.strategies.base import DivergedError
 from fedfrozen_app.strategies.sampling import NodesAsTheyCome
-from fedfrozen_app.transport.arrays import to_record
+from fedfrozen_app.transport.arrays import to_record, to_tensors
 from fedfrozen_app.transport.payload import from_namespaces
 from tests.strategies.federation import HEAD, Federation, initial
 
@@ -60,6 +60,31 @@ def test_the_longest_trainings_are_asked_first(tmp_path: Path) -> None:
     work = {client: 1.0 + client for client in drawn[1:]}  # of the first nothing is known
     ordered = asked(FedAvg(seed=3, fraction_train=0.5, min_train_nodes=2, work=work))
     assert ordered == [*drawn[:0:-1], drawn[0]] and len(drawn) > 1
+
+
+def test_the_order_of_asking_is_that_of_adding_up_in_every_engine(tmp_path: Path) -> None:
+    # 2^24 + 1 - 2^24 is 1 or 0 in float32: the sum says in which order it was made
+    large = {0: 2.0**24, 1: 1.0, 2: -(2.0**24)}
+
+    def tamper(_: int, client: int, arrays: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {name: torch.full_like(value, large[client]) for name, value in arrays.items()}
+
+    def after(work: dict[int, float], in_this_process: bool) -> torch.Tensor:
+        federation = Federation(tmp_path, tamper=tamper)
+        rule = FedAvg(weighted_by_key="one", work=work)
+        federation.metrics = {"one": 1.0}
+        messages = rule.configure_train(1, to_record(initial()), ConfigRecord(), federation.grid)
+        replies = list(federation.grid.send_and_receive(messages))
+        if not in_this_process:
+            rule._grid, replies = None, replies[::-1]  # they come as they like
+        arrays, _ = rule.aggregate_train(1, replies)
+        assert arrays is not None
+        return to_tensors(arrays)[HEAD]
+
+    longest_last = {0: 3.0, 1: 1.0, 2: 2.0}
+    for work in ({}, longest_last):
+        assert torch.equal(after(work, True), after(work, False)), work
+    assert not torch.equal(after({}, True), after(longest_last, True))
 
 
 def test_names_with_slashes_are_names(tmp_path: Path) -> None:

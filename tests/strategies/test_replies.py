@@ -10,7 +10,7 @@ from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 from fedfrozen_app.engine.local_grid import LocalGrid
 from fedfrozen_app.strategies import FedAvg, FedFrozen, QuorumError, UnfitClientsError
 from fedfrozen_app.strategies.replies import (
-    in_client_order,
+    in_order,
     is_finite,
     refusal,
 )
@@ -99,10 +99,10 @@ def test_large_finite_values_are_finite_although_their_sum_is_not() -> None:
 def test_replies_of_an_unordered_grid_are_sorted_by_client(tmp_path: Path) -> None:
     replies = [reply_of(tmp_path, client) for client in (2, 0, 1)]
     client = Addressees([])
-    ordered = in_client_order(None, replies, client)
+    ordered = in_order(None, replies, client)
     assert [round_and_client(reply) for reply in ordered] == [(4, 0), (4, 1), (4, 2)]
     grid = Federation(tmp_path).grid
-    assert in_client_order(grid, replies, client) is replies
+    assert in_order(grid, replies, client) is replies
 
 
 def test_an_error_reply_is_known_by_its_message_or_its_node(tmp_path: Path) -> None:

@@ -321,6 +321,9 @@ class RunConfig(BaseModel):
     engine: Literal["local", "flwr"] = Field(
         "local", description="local = in this process; flwr = Flower's runtime on Ray"
     )
+    tracker: Literal["none", "tensorboard", "wandb", "mlflow"] = Field(
+        "none", description="where every round's numbers are shown live, beside the run folder"
+    )
     run_name: str = Field(
         "auto",
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._=+-]*$",

@@ -29,6 +29,7 @@ from fedfrozen_app.runs.checkpoint import (
     write_checkpoint,
 )
 from fedfrozen_app.runs.store import GO_ON, RoundMetrics, RunFolder, check_free, check_room
+from fedfrozen_app.runs.trackers import check_tracker, tracked
 from fedfrozen_app.strategies import FedFrozen, FreezeSchedule, QuorumError
 from fedfrozen_app.strategies.base import ServerRule
 from fedfrozen_app.strategies.latent import FedFrozenLatent, LatentConfig
@@ -296,6 +297,7 @@ def prepare(config: RunConfig) -> tuple[Worker, FedFrozen]:
     """
     model_spec(config)
     check_weights(config)
+    check_tracker(config)
     if not config.resume:
         check_free(config)
     worker = resident(config)
@@ -366,8 +368,9 @@ def run_federation(config: RunConfig, grid: Grid, on_round: OnRound) -> RunFolde
         start = [initial_model(worker, strategy)]
         check_room(config, smallest_bytes(config, start[0]))
         folder = RunFolder.create(config, partial(begin, worker=worker, arrays=start[0]))
-        # popped, or the first model would stay in memory until the run ends
-        Federation(config, grid, worker, strategy, folder).run(start.pop(), on_round)
+        with tracked(config, folder, on_round) as watched:
+            # popped, or the first model would stay in memory until the run ends
+            Federation(config, grid, worker, strategy, folder).run(start.pop(), watched)
         return folder
     return _resume(config, grid, worker, strategy, on_round)
 
@@ -390,5 +393,6 @@ def _resume(
         log(INFO, "going on after round %d", done)
         start = [federation.restore(checkpoint)]
         del checkpoint
-    federation.run(start.pop(), on_round, first=done + 1)
+    with tracked(config, folder, on_round, first=done + 1) as watched:
+        federation.run(start.pop(), watched, first=done + 1)
     return folder

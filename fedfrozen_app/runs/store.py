@@ -34,6 +34,7 @@ FAILURE, EARLY_END, MODEL = "failure.txt", "end.txt", "model.safetensors"
 # keys that say how and where a run is made, not what comes out
 NOT_OF_THE_RESULT = (
     "run-name", "run-dir", "cache-dir", "threads", "jobs", "checkpoint-every", "resume",
+    "tracker",
 )  # fmt: skip
 PACKAGES = ("fedfrozen", "flwr", "torch", "torchvision", "timm", "numpy")
 

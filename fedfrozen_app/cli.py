@@ -61,6 +61,11 @@ def load_config(
         parse_overrides([*pairs, *(overrides or [])]),
         given,
     )
+    if config.partitioner == "local":
+        raise ConfigError(
+            "partitioner=local is for nodes with data of their own, and here there are none; "
+            "submit the run with `flwr run` (docs/deployment.md)"
+        )
     return config.with_absolute_paths()
 
 

@@ -121,10 +121,11 @@ class RunConfig(BaseModel):
         "auto", description="training augmentation; auto = what fits the data set"
     )
     # --- partitions -------------------------------------------------------------------
-    partitioner: Literal["iid", "dirichlet", "shard", "natural"] = Field(
+    partitioner: Literal["iid", "dirichlet", "shard", "natural", "local"] = Field(
         "dirichlet",
         description="how the training data is divided among the clients; natural = a client is a "
-        "writer (femnist), or holds whole articles (text)",
+        "writer (femnist), or holds whole articles (text); local = all training data of its node, "
+        "which no other machine sees (deployments)",
     )
     alpha: float = Field(
         0.5, gt=0, description="Dirichlet concentration; smaller = more unlike clients"

@@ -41,6 +41,7 @@ def contradictions(config: "RunConfig") -> Iterable[str]:
     yield from _rule_problems(config)
     yield from _freeze_problems(config)
     yield from _data_problems(config)
+    yield from _local_problems(config)
     yield from _text_problems(config)
 
 
@@ -188,6 +189,25 @@ def _data_problems(config: "RunConfig") -> Iterable[str]:
             "dataset=digits is bundled, so data-dir, image-column and label-column have no "
             "effect; leave them empty or set dataset to a name for that data"
         )
+
+
+def _local_problems(config: "RunConfig") -> Iterable[str]:
+    """Yield what cannot be where each node has data of its own, which nobody else sees."""
+    if config.partitioner != "local":
+        return
+    if config.dataset == "digits" or config.reads_text:
+        yield (
+            f"partitioner=local is for nodes with images of their own, got dataset="
+            f"{config.dataset} and model={config.resolved_model}; use iid, dirichlet or shard, or "
+            "give the data a name and every node a data-dir"
+        )
+    for key in ("public-fraction", "validation-fraction", "min-partition-size"):
+        if _is_set(config, key):
+            yield (
+                f"{key}={getattr(config, key.replace('-', '_'))} has no effect with "
+                "partitioner=local: all training examples of a node are its client's, all those of "
+                "the server public; leave it out"
+            )
 
 
 def _text_problems(config: "RunConfig") -> Iterable[str]:

@@ -39,6 +39,7 @@ def test_config_lists_every_key_and_what_auto_stands_for() -> None:
         (["dataset=cifar10", "data-dir=/nowhere/at/all"], "/nowhere/at/all"),
         (["run-dir=/proc/nowhere", *FAST], "run-dir='/proc/nowhere' cannot be written"),
         (["dataset=cifar10", "data-dir=.", "model=vit_tny_patch16_224"], "vit_tiny_patch16_224"),
+        (["dataset=x", "data-dir=.", "partitioner=local"], "submit the run with `flwr run`"),
         (["frozen=nothere", *FAST], "frozen item 'nothere' matches no entry"),
         (["frozen=head", "value-l2=0.1", *FAST], "value-l2=0.1 has no effect with frozen=head"),
     ],

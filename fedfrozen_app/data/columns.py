@@ -47,6 +47,17 @@ def check_same_columns(table: Table, columns: Columns) -> None:
             )
 
 
+def check_named_classes(table: Table, wanted: Columns) -> None:
+    """Raise ``ConfigError`` where labels would be numbered by what a machine happens to hold."""
+    label = resolve_columns(table, wanted).label
+    if type(table.features[label]).__name__ != "ClassLabel":
+        raise ConfigError(
+            f"{table.origin}: with partitioner=local all machines must number their classes alike, "
+            f"and column {label!r} does not say how; write it as datasets.ClassLabel with the same "
+            "names everywhere"
+        )
+
+
 def _is_image(feature: Any) -> bool:
     if type(feature).__name__ == "Image":
         return True

@@ -12,7 +12,7 @@ newer revision.
 import difflib
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -94,6 +94,7 @@ class ImageDataset:
     augment: str
     key: str
     writer_names: tuple[str, ...] = ()
+    has_test: bool = True  # if not, ``test`` shows the training examples
 
     @property
     def num_outputs(self) -> int:
@@ -143,6 +144,7 @@ def load_dataset(config: RunConfig) -> Dataset:
         else config.augment,
         key=meta["key"],
         writer_names=tuple(meta["writer_names"]),
+        has_test=meta.get("has_test", True),
     )
 
 
@@ -164,6 +166,8 @@ def _plan(config: RunConfig) -> tuple[dict[str, Any], Build]:
         "image_size": image_size,
         "split_by_writer": split_by_writer,
     }
+    if config.partitioner == "local":
+        request["local"] = True
     if config.data_dir:
         files = sources.parquet_files(Path(config.data_dir).expanduser())
         request["files"] = sources.digest_files(files)
@@ -182,8 +186,13 @@ def _plan(config: RunConfig) -> tuple[dict[str, Any], Build]:
 
         logger.info("decoding %s once into %s", config.dataset, folder.parent.parent)
         tables = open_tables()
+        has_test = tables.test is not None or split_by_writer
+        if config.partitioner == "local":
+            schema.check_named_classes(tables.train, wanted)
+            if not has_test:  # as of a node, which never tests
+                tables = replace(tables, test=replace(tables.train, split="test"))
         splits = _splits(tables, split_by_writer)
-        meta = _build_tables(folder, splits, wanted, image_size)
+        meta = {**_build_tables(folder, splits, wanted, image_size), "has_test": has_test}
         pyarrow.default_memory_pool().release_unused()  # of reading, as much as it read at once
         key = content_key(version=DECODE_VERSION, source=tables.fingerprint, **request)
         return {"key": key, **meta}

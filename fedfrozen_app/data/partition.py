@@ -50,6 +50,8 @@ def make_partition(config: RunConfig, dataset: Dataset) -> Partition:
         When the data cannot be divided as asked; the message names what to change.
     """
     settings = _settings(config)
+    if config.partitioner == "local":
+        return _own(config, dataset, settings)
     key = content_key(version=PARTITION_VERSION, dataset=dataset.key, **settings)
     folder = cache_root(config) / "partitions" / key
 
@@ -71,6 +73,21 @@ def make_partition(config: RunConfig, dataset: Dataset) -> Partition:
         clients = np.split(rows["clients"], rows["ends"][:-1])
         public, validation, test = (rows[name] for name in ("public", "validation", "test"))
         return Partition(tuple(clients), public, validation, test, settings)
+
+
+def _own(config: RunConfig, dataset: Dataset, settings: Mapping[str, Any]) -> Partition:
+    """Return all training rows of this machine, for whichever client it is.
+
+    The server is none, so its training rows are the public ones.
+    """
+    sizes = {"train": config.max_train_examples, "test": config.max_test_examples}
+    rows = {
+        split: _subset(part.labels.numpy(), sizes[split], config.seed, f"max-{split}-examples")
+        for split, part in (("train", dataset.train), ("test", dataset.test))
+    }
+    nobody = np.empty(0, dtype=np.int64)
+    clients = (rows["train"],) * config.num_clients
+    return Partition(clients, rows["train"], nobody, rows["test"], settings)
 
 
 def _settings(config: RunConfig) -> dict[str, Any]:
@@ -190,7 +207,18 @@ def partition_report(partition: Partition, dataset: Dataset) -> dict[str, Any]:
     ``class_counts`` is [client][class]; ``clients``, ``public``, ``validation`` and ``test`` are
     rows of the training (or test) split; with ``partitioner=natural``, ``writers`` names each
     client's writer, or ``articles`` its articles. The rows of text are blocks, all of one class.
+    With ``partitioner=local`` what the clients hold is theirs to know, and not there.
     """
+    if partition.settings.get("partitioner") == "local":
+        return {
+            "dataset": dataset.name,
+            "dataset_key": dataset.key,
+            "settings": dict(partition.settings),
+            "num_clients": len(partition.clients),
+            "num_public_examples": len(partition.public),
+            "num_test_examples": len(partition.test),
+            "class_names": list(dataset.class_names),
+        }
     labels = dataset.train.labels.numpy()
     sizes = [len(rows) for rows in partition.clients]
     num_classes = len(dataset.class_names)

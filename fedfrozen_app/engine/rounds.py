@@ -301,6 +301,11 @@ def prepare(config: RunConfig) -> tuple[Worker, FedFrozen]:
     if not config.resume:
         check_free(config)
     worker = resident(config)
+    if not getattr(worker.dataset, "has_test", True):
+        raise ConfigError(
+            f"data-dir={config.data_dir!r} has no test split, and the server tests the model; add "
+            "test*.parquet (or valid*.parquet) there"
+        )
     return worker, checked_strategy(config, worker)
 
 

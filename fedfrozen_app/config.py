@@ -178,6 +178,20 @@ class RunConfig(BaseModel):
     ] = Field("fedfrozen", description="federated rule; fedfrozen = fedavg + the default freeze")
     rounds: int = Field(12, ge=1, description="communication rounds")
     fraction_train: float = Field(1.0, gt=0, le=1, description="share of clients sampled a round")
+    fraction_evaluate: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="share of clients that test the model on held-out examples of their own "
+        "whenever it is tested, at the end after a round of local training, too; 0 = none",
+    )
+    client_test_fraction: float = Field(
+        0.2,
+        gt=0,
+        lt=1,
+        description="share of a client's examples that it tests on and does not train on, with "
+        "fraction-evaluate",
+    )
     min_replies: float = Field(
         0.5,
         ge=0,

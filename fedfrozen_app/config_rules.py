@@ -43,6 +43,16 @@ def contradictions(config: "RunConfig") -> Iterable[str]:
     yield from _data_problems(config)
     yield from _local_problems(config)
     yield from _text_problems(config)
+    if config.fraction_evaluate == 0 and _is_set(config, "client-test-fraction"):
+        yield (
+            f"client-test-fraction={config.client_test_fraction} has no effect with "
+            "fraction-evaluate=0; leave it at 0.2 or set fraction-evaluate"
+        )
+    if config.fraction_evaluate > 0 and config.byte_budget > 0:
+        yield (
+            f"fraction-evaluate={config.fraction_evaluate} sends models that "
+            f"byte-budget={config.byte_budget} does not foresee; set one of them to 0"
+        )
 
 
 def _is_set(config: "RunConfig", key: str) -> bool:

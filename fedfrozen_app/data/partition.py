@@ -7,7 +7,7 @@ config and seed, and is kept on disk, because every Flower process needs it.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,8 @@ class Partition:
 
     With ``partitioner=natural`` there may be fewer clients than ``num-clients``, and rows
     that nobody holds. ``settings`` are the config values that made the partition.
+    ``client_tests`` are rows of the training split, too, by the client that tests on them; none
+    without ``fraction-evaluate``.
     """
 
     clients: tuple[Indices, ...]
@@ -39,6 +41,7 @@ class Partition:
     validation: Indices
     test: Indices
     settings: Mapping[str, Any] = field(default_factory=dict)
+    client_tests: tuple[Indices, ...] = ()
 
 
 def make_partition(config: RunConfig, dataset: Dataset) -> Partition:
@@ -49,6 +52,24 @@ def make_partition(config: RunConfig, dataset: Dataset) -> Partition:
     ConfigError
         When the data cannot be divided as asked; the message names what to change.
     """
+    return _with_client_tests(config, _whole_clients(config, dataset))
+
+
+def _with_client_tests(config: RunConfig, partition: Partition) -> Partition:
+    """Take from every client the examples that it tests on; from one of few examples none."""
+    if config.fraction_evaluate == 0:
+        return partition
+    fraction, kept, tests = config.client_test_fraction, [], []
+    for client, rows in enumerate(partition.clients):
+        generator = numpy_generator(config.seed, "client-test", client)
+        held_out = generator.permutation(len(rows)) < round(fraction * len(rows))
+        tests.append(rows[held_out])
+        kept.append(rows[~held_out])
+    settings = {**partition.settings, "client-test-fraction": fraction}
+    return replace(partition, clients=tuple(kept), client_tests=tuple(tests), settings=settings)
+
+
+def _whole_clients(config: RunConfig, dataset: Dataset) -> Partition:
     settings = _settings(config)
     if config.partitioner == "local":
         return _own(config, dataset, settings)
@@ -244,6 +265,8 @@ def partition_report(partition: Partition, dataset: Dataset) -> dict[str, Any]:
         "validation": partition.validation.tolist(),
         "test": partition.test.tolist(),
     }
+    if partition.client_tests:
+        report["client_tests"] = [rows.tolist() for rows in partition.client_tests]
     if partition.settings.get("partitioner") != "natural":
         return report
     if isinstance(dataset, TextDataset):

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from logging import ERROR, INFO, WARNING
 from pathlib import Path
@@ -15,6 +15,7 @@ from flwr.supercore import log
 from fedfrozen_app.config import ConfigError, RunConfig
 from fedfrozen_app.data.partition import partition_report
 from fedfrozen_app.disk import explained
+from fedfrozen_app.engine.client_tests import ClientTests
 from fedfrozen_app.engine.roster import Roster
 from fedfrozen_app.engine.snapshot import Snapshot
 from fedfrozen_app.models.head import METADATA_KEY, never_trained
@@ -40,7 +41,7 @@ from fedfrozen_app.transport.arrays import to_record, to_tensors
 from fedfrozen_app.transport.client_state import forget
 from fedfrozen_app.transport.frozen_cache import digest
 from fedfrozen_app.transport.ledger import LedgerGrid, payload_bytes
-from fedfrozen_app.transport.payload import client_of
+from fedfrozen_app.transport.payload import PERSONALISE, client_of
 
 CLIENT_APP = "fedfrozen_app.client_app:app"
 OnRound = Callable[[RoundMetrics], None]
@@ -66,6 +67,9 @@ def build_strategy(config: RunConfig, worker: Worker) -> FedFrozen:
         max_update_norm=config.max_update_norm,
         oversized_updates=config.oversized_updates,
         fraction_train=config.fraction_train,
+        fraction_evaluate=config.fraction_evaluate,
+        min_evaluate_nodes=1,
+        evaluate_metrics_aggr_fn=ClientTests(),
         min_train_nodes=1,
         min_available_nodes=1,
     )
@@ -259,6 +263,10 @@ class Federation:
             validation_accuracy=validation[1],
             attempts=self._rule.attempt + 1,
         )
+        if server_round > 0 and accuracy is not None and self.config.fraction_evaluate > 0:
+            self._test_clients(server_round, arrays)
+            traffic = self.grid.take()
+            metrics = replace(metrics, bytes_evaluate=traffic.bytes_up + traffic.bytes_down)
         self.folder.append(metrics)
         on_round(metrics)
 
@@ -269,6 +277,16 @@ class Federation:
             return UNTESTED, UNTESTED
         self.worker.load_whole(to_tensors(arrays), self.strategy.digest)
         return self.worker.test(), self.worker.validate() or UNTESTED
+
+    def _test_clients(self, server_round: int, arrays: ArrayRecord) -> None:
+        """Let clients test the model on examples of their own; write down each one's result."""
+        said = ConfigRecord({PERSONALISE: server_round == self.config.rounds})
+        messages = self.strategy.configure_evaluate(server_round, arrays, said, self.grid)
+        replies = self.grid.send_and_receive(messages, timeout=self.strategy.timeout)
+        self.strategy.aggregate_evaluate(server_round, replies)
+        tests = self._rule.evaluate_metrics_aggr_fn
+        assert isinstance(tests, ClientTests)  # for the type checker; see build_strategy
+        self.folder.append_clients(server_round, tests.take())
 
     def _identity_error(self, server_round: int) -> float | None:
         """Return how exactly latents average, in the round that measured it."""

@@ -58,6 +58,20 @@ def timing(setting: Setting) -> dict[str, float]:
     return {phase: total / len(setting.runs) for phase, total in totals.items()}
 
 
+def client_measures(setting: Setting, measure: str) -> list[float]:
+    """Return a measure of every client that tested in the last round, of all runs; [] if none.
+
+    ``measure``: ``accuracy`` or ``loss`` of the model as it is, ``accuracy_after`` or
+    ``loss_after`` a round of local training.
+    """
+    found = []
+    for run, lines in zip(setting.runs, setting.metrics, strict=True):
+        last = lines[-1].round
+        tests = [test for test in run.client_tests() if test["round"] == last]
+        found += [test[measure] for test in tests if test.get(measure) is not None]
+    return found
+
+
 def class_shares(run: RunFolder) -> Mapping[str, Any] | None:
     """Return ``counts`` [client][class] and ``names`` of a run's partition, None if unknown."""
     try:

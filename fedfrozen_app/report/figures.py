@@ -6,7 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fedfrozen_app.report.curves import Curve, class_shares, curve, freeze_round, timing
+from fedfrozen_app.report.curves import (
+    Curve,
+    class_shares,
+    client_measures,
+    curve,
+    freeze_round,
+    timing,
+)
 from fedfrozen_app.report.settings import Setting
 from fedfrozen_app.runs.store import RunFolder
 
@@ -211,6 +218,42 @@ def draw_timing(settings: Sequence[Setting]) -> "Figure":
     axis.set_xlabel("seconds of a run")
     axis.legend(fontsize="small", frameon=False)
     figure.set_size_inches(SIZE[0], max(SIZE[1], 0.22 * len(settings) + 1.2))
+    return figure
+
+
+def draw_clients(settings: Sequence[Setting], name: Callable[[Setting], str]) -> "Figure | None":
+    """Draw the accuracies of the clients' own tests, before and after local training."""
+    shown = [one for one in settings if client_measures(one, "accuracy")]
+    if not shown:
+        return None
+    figure, axes = new_figure()
+    axis = axes[0][0]
+    for offset, measure, said in (
+        (-0.18, "accuracy", "the model"),
+        (0.18, "accuracy_after", "after local training"),
+    ):
+        values = [client_measures(one, measure) for one in shown]
+        places = [index + offset for index, each in enumerate(values) if each]
+        if not places:
+            continue
+        colour = "C0" if measure == "accuracy" else "C1"
+        boxes = axis.boxplot(
+            [each for each in values if each],
+            positions=places,
+            widths=0.3,
+            orientation="horizontal",
+            whis=(0, 100),
+            manage_ticks=False,
+            patch_artist=True,
+            medianprops={"color": "black"},
+        )
+        for box in boxes["boxes"]:
+            box.set_facecolor(colour)
+        axis.plot([], [], color=colour, linewidth=6, label=said)
+    axis.set_yticks(range(len(shown)), [name(one) for one in shown])
+    axis.invert_yaxis()
+    axis.set_xlabel("accuracy on a client's own examples (whiskers: worst and best)")
+    axis.legend(fontsize="small", frameon=False)
     return figure
 
 

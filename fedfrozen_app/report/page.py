@@ -53,15 +53,21 @@ class Section:
 
 
 def write_page(
-    path: Path, settings: Sequence[Setting], table: str, said: str, sections: Sequence[Section]
+    path: Path,
+    settings: Sequence[Setting],
+    tables: Sequence[str],
+    said: str,
+    sections: Sequence[Section],
 ) -> Path:
-    """Write the page and return its path; ``table`` is Markdown, ``said`` a line of text."""
+    """Write the page and return its path; ``tables`` are Markdown, ``said`` is a line of text."""
+    table, of_clients = tables
     runs = sum(len(setting.runs) for setting in settings)
     parts = [
         f"<p>{runs} runs of {len(settings)} settings.</p>",
         html_table(table),
         f'<p class="note">{html.escape(NOTE)}<br>{html.escape(said)}</p>',
         *map(_section, sections),
+        *(["<h2>Clients' own tests</h2>", html_table(of_clients)] if of_clients else []),
         "<h2>Everything measured</h2>",
         html_table(markdown(settings)),
         '<p class="note">kB: of a client in the last round, MB: of the run; tensor payload.</p>',

@@ -16,6 +16,9 @@ import re
 import statistics
 from collections.abc import Iterable, Sequence
 
+import numpy as np
+
+from fedfrozen_app.report.curves import client_measures
 from fedfrozen_app.report.settings import (
     Setting,
     compared_label,
@@ -117,6 +120,26 @@ def comma_separated(settings: Sequence[Setting]) -> str:
             row.append(statistics.stdev(values) if len(values) > 1 else "")
         writer.writerow(row)
     return out.getvalue()
+
+
+def clients(settings: Sequence[Setting]) -> str:
+    """Return how accuracy is spread over the clients' own tests, "" where there are none.
+
+    Clients count alike. ``worst`` is the worst client's, ``p10`` the tenth percentile, ``std`` the
+    deviation over clients: what fairness is about; ``after``: after a round of local training.
+    """
+    names = label_names(settings) or ["run"]
+    columns = ["mean", "worst", "p10", "std", "mean after", "worst after", "tests"]
+    lines = [_row([*names, *columns]), _row(["---"] * len(names) + ["---:"] * len(columns))]
+    for setting in settings:
+        if not (found := client_measures(setting, "accuracy")):
+            continue
+        after = client_measures(setting, "accuracy_after")
+        texts = [setting.label(name) for name in names if setting.labels] or ["run"]
+        spreads = [np.mean(found), min(found), np.percentile(found, 10), np.std(found)]
+        late = [f"{np.mean(after):.4f}", f"{min(after):.4f}"] if after else ["-", "-"]
+        lines.append(_row([*texts, *(f"{each:.4f}" for each in spreads), *late, str(len(found))]))
+    return "\n".join(lines) + "\n" if len(lines) > 2 else ""
 
 
 # --- marks ------------------------------------------------------------------------------

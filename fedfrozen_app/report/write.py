@@ -26,6 +26,7 @@ def write_report(paths: Sequence[Path], out: Path, panels: str = "") -> list[Pat
 
     ``table.md``, ``.tex`` and ``.csv``; with two or more labels ``pivot.md`` and ``.tex``, whose
     columns are the values of ``panels`` (else of the last label that is not compared);
+    ``clients.md`` where clients tested on their own examples;
     ``bandwidth.png``, ``.svg`` and ``.json``; ``pictures/``; ``report.html``, which needs nothing
     beside itself.
 
@@ -52,12 +53,14 @@ def write_report(paths: Sequence[Path], out: Path, panels: str = "") -> list[Pat
         table = tables.pivot(settings, columns)
         written.append(_text(out / "pivot.md", f"{table}\n{tables.NOTE}\n"))
         written.append(_text(out / "pivot.tex", tables.pivot(settings, columns, latex=True)))
+    if of_clients := tables.clients(settings):
+        written.append(_text(out / "clients.md", of_clients))
     for ending in ("png", "svg"):
         drawn = figures.draw_bandwidth(settings, out / f"bandwidth.{ending}", panels)
         written.append(out / f"bandwidth.{ending}")
     written.append(_text(out / "bandwidth.json", json.dumps(drawn, indent=1) + "\n"))
     sections = draw_all(settings, out / PICTURES)
-    written.append(write_page(out / "report.html", settings, table, said, sections))
+    written.append(write_page(out / "report.html", settings, [table, of_clients], said, sections))
     return written
 
 
@@ -89,6 +92,8 @@ def draw_all(settings: Sequence[Setting], folder: Path) -> list[Section]:
         pareto = figures.draw_pareto(members, name)
         section.add("quality for bytes; the line: nobody is better in both", pareto, folder,
                     "pareto", stem)  # fmt: skip
+        if (spread := figures.draw_clients(members, name)) is not None:
+            section.add("clients' own tests", spread, folder, "clients", stem)
         if (partition := figures.draw_partition(members[0].runs[0])) is not None:
             section.add("who holds what", partition, folder, "partition", stem)
         sections.append(section)

@@ -1,7 +1,8 @@
 """The run folder: everything a report needs, and nothing outside it.
 
 ``config.json`` resolved config, versions, seed, git revision; ``metrics.jsonl`` one line a
-round, round 0 = before training; ``partition.json``; ``start.json`` the first model's digest and
+round, round 0 = before training; ``clients.jsonl`` one line for every test of a client on its own
+examples, if there are any; ``partition.json``; ``start.json`` the first model's digest and
 the preprocessing, by which runs can be seen to be comparable; ``model.safetensors`` the whole final
 model under the library's own names; ``failure.txt`` only if the run failed, ``end.txt`` only
 if it ended as it should before its last round.
@@ -16,9 +17,10 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Self
 
@@ -28,6 +30,7 @@ from fedfrozen_app.config import ConfigError, RunConfig
 from fedfrozen_app.disk import explained
 from fedfrozen_app.tensor_file import write_tensors
 
+METRICS, CLIENTS = "metrics.jsonl", "clients.jsonl"
 REVISION_VARIABLE = "FEDFROZEN_REVISION"
 GO_ON = "make room there and go on with --resume (resume=true)"
 FAILURE, EARLY_END, MODEL = "failure.txt", "end.txt", "model.safetensors"
@@ -72,6 +75,7 @@ class RoundMetrics:
     identity_error: float | None = None
     validation_loss: float | None = None
     validation_accuracy: float | None = None
+    bytes_evaluate: int = 0  # payload of the clients' own tests, both directions; not in bytes_*
     attempts: int = 1  # cohorts that were asked; bytes count all, the rest the last
 
     @property
@@ -163,10 +167,13 @@ class RunFolder:
 
     def go_back_to(self, server_round: int) -> None:
         """Take back what was written after a round, -1 for all, and the end of the run."""
-        path = self.path / "metrics.jsonl"
-        lines = path.read_text().splitlines() if path.exists() else []
-        with explained(path, GO_ON), atomic_path(path) as temporary:
-            temporary.write_text("".join(f"{line}\n" for line in lines[: server_round + 1]))
+        for name in (CLIENTS, METRICS):
+            path = self.path / name
+            lines = path.read_text().splitlines() if path.exists() else []
+            kept = list(takewhile(lambda line: _round_of(line) <= server_round, lines))
+            if lines != kept or name == METRICS:
+                with explained(path, GO_ON), atomic_path(path) as temporary:
+                    temporary.write_text("".join(f"{line}\n" for line in kept))
         for name in (MODEL, EARLY_END, FAILURE):  # a model without a failure is the end of a run
             (self.path / name).unlink(missing_ok=True)
 
@@ -185,13 +192,20 @@ class RunFolder:
 
     def append(self, metrics: RoundMetrics) -> None:
         """Append a round to ``metrics.jsonl`` and make it durable; a whole line or none."""
-        path = self.path / "metrics.jsonl"
-        line = json.dumps({key: _finite(value) for key, value in asdict(metrics).items()})
+        self._append(METRICS, [asdict(metrics)])
+
+    def append_clients(self, server_round: int, tests: Iterable[Mapping[str, float]]) -> None:
+        """Append what clients' own tests came to in a round to ``clients.jsonl``."""
+        self._append(CLIENTS, [{"round": server_round, **test} for test in tests])
+
+    def _append(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
+        path = self.path / name
+        lines = [json.dumps({key: _finite(value) for key, value in row.items()}) for row in rows]
         size = path.stat().st_size if path.exists() else 0
         with explained(path, GO_ON):
             try:
                 with path.open("a") as file:
-                    file.write(line + "\n")
+                    file.write("".join(f"{line}\n" for line in lines))
                     file.flush()
                     os.fsync(file.fileno())
             except OSError:
@@ -229,8 +243,13 @@ class RunFolder:
 
     def metrics(self) -> list[RoundMetrics]:
         """Read ``metrics.jsonl``."""
-        lines = (self.path / "metrics.jsonl").read_text().splitlines()
+        lines = (self.path / METRICS).read_text().splitlines()
         return [RoundMetrics(**json.loads(line)) for line in lines]
+
+    def client_tests(self) -> list[dict[str, float]]:
+        """Read ``clients.jsonl``, [] where no client tested: round, client and its measures."""
+        path = self.path / CLIENTS
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def _new_folder(parent: Path, config: RunConfig) -> Path:
@@ -280,6 +299,14 @@ def check_room(config: RunConfig, needed_bytes: int) -> None:
             f"its checkpoints (checkpoint-every={config.checkpoint_every}) takes "
             f"{needed_bytes / 1e6:.1f} MB; make room, or choose another"
         )
+
+
+def _round_of(line: str) -> float:
+    """Return a line's round; what was cut off by a kill comes after every round."""
+    try:
+        return int(json.loads(line)["round"])
+    except ValueError:
+        return math.inf
 
 
 def _finite(value: Any) -> Any:

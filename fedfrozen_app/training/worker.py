@@ -32,7 +32,7 @@ from fedfrozen_app.training.local import (
 from fedfrozen_app.training.memory import keep_freed_memory
 from fedfrozen_app.training.pretrain import base_weights
 from fedfrozen_app.transport.frozen_cache import FrozenCache
-from fedfrozen_app.transport.payload import LATENT, Payload
+from fedfrozen_app.transport.payload import LATENT, NUM_EXAMPLES, Payload
 
 NODE_KEYS = ("data-dir", "cache-dir", "device", "threads")  # what a node may set for itself
 
@@ -237,6 +237,28 @@ class Worker:
         """Return what :meth:`test` does, on the validation share; None where there is none."""
         examples = self._validation_examples
         return self._evaluate("validation", examples) if len(examples) else None
+
+    def test_client(
+        self, partition_id: int, server_round: int, *, personalise: bool = False
+    ) -> dict[str, float]:
+        """Test the loaded model on a client's own held-out examples.
+
+        Returns ``num-examples``, ``loss`` and ``accuracy``; with ``personalise`` also
+        ``loss_after`` and ``accuracy_after`` a round of local training, as in round
+        ``server_round``, with no rule's hooks. The active entries are then the client's. All are
+        0 where the client holds no such examples.
+        """
+        rows = self.partition.client_tests[partition_id]
+        names = ["loss", "accuracy", *(["loss_after", "accuracy_after"] if personalise else [])]
+        found = {NUM_EXAMPLES: float(len(rows)), **dict.fromkeys(names, 0.0)}
+        if len(rows) == 0:
+            return found
+        key, held_out = f"client-test-{partition_id}", self._examples("train", rows)
+        found["loss"], found["accuracy"] = self._evaluate(key, held_out)
+        if personalise:
+            self.train(partition_id, server_round)
+            found["loss_after"], found["accuracy_after"] = self._evaluate(key, held_out)
+        return found
 
     def _evaluate(self, key: str, examples: Examples) -> tuple[float, float]:
         shown, model = self._as_features(key, lambda: examples)

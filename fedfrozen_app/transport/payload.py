@@ -31,6 +31,7 @@ from fedfrozen_app.transport.records import array_records, config_records
 ARRAYS, FROZEN, CONFIG, METRICS, REPLY = "arrays", "frozen", "config", "metrics", "reply"
 # keys of the config record of a message to a client
 SERVER_ROUND, PARTITION_ID = "server-round", "partition-id"
+PERSONALISE = "personalise"  # in an evaluate message: test after local training, too
 VALUE_L2 = "ff.value-l2"
 FREEZE = "ff.freeze"  # the frozen block's SHA-256 [32 bytes], then the name of the selection
 DIGEST_BYTES = 32

@@ -80,6 +80,27 @@ def test_names_cannot_be_markup() -> None:
     )
 
 
+def test_clients_own_tests_are_a_table_and_a_picture(tmp_path: Path) -> None:
+    for seed, accuracies in ((1, [0.2, 0.6, 0.7]), (2, [0.4, 0.5, 0.9])):
+        run = write_run(tmp_path / "runs", "fedavg", seed, [0.1, 0.5])
+        for server_round in (0, 1):  # only the last round's count
+            run.append_clients(
+                server_round,
+                (
+                    {"client": client, "num_examples": 5, "accuracy": value * server_round,
+                     "accuracy_after": value + 0.1}
+                    for client, value in enumerate(accuracies)
+                ),
+            )  # fmt: skip
+    out = tmp_path / "out"
+    write_report([tmp_path / "runs"], out)
+    *_, row = (out / "clients.md").read_text().splitlines()
+    # of .2 .6 .7 .4 .5 .9: mean .55, deviation sqrt(.2950 / 6), tenth percentile .3
+    assert row == "| run | 0.5500 | 0.2000 | 0.3000 | 0.2217 | 0.6500 | 0.3000 | 6 |"
+    assert "Clients' own tests" in (out / "report.html").read_text()
+    assert (out / "pictures" / "clients.png").exists()
+
+
 def test_a_long_run_of_many_clients_is_drawn_as_an_image(tmp_path: Path) -> None:
     run = write_run(tmp_path / "runs", "fedavg", 1, [0.1] + [0.5] * 500)
     counts = np.random.default_rng(1).integers(0, 9, (1000, 62)).tolist()

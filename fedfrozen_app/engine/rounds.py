@@ -67,7 +67,8 @@ def build_strategy(config: RunConfig, worker: Worker) -> FedFrozen:
         max_update_norm=config.max_update_norm,
         oversized_updates=config.oversized_updates,
         fraction_train=config.fraction_train,
-        fraction_evaluate=config.fraction_evaluate,
+        # Flower warns of a 0, and nobody is asked then
+        fraction_evaluate=config.fraction_evaluate or 1.0,
         min_evaluate_nodes=1,
         evaluate_metrics_aggr_fn=ClientTests(),
         min_train_nodes=1,

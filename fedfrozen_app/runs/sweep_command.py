@@ -1,6 +1,6 @@
 """What ``fedfrozen sweep`` does, beside reading its command line."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rich.console import Console, RenderableType
 from rich.measure import Measurement
@@ -9,6 +9,7 @@ from fedfrozen_app.config import ConfigError
 from fedfrozen_app.models.registry import model_spec
 from fedfrozen_app.models.weights import check_weights
 from fedfrozen_app.runs.comparison import statement
+from fedfrozen_app.runs.store import RunFolder
 from fedfrozen_app.runs.sweep import Cell, Sweep
 from fedfrozen_app.runs.sweep_children import run_cells
 from fedfrozen_app.runs.sweep_progress import shown
@@ -22,7 +23,7 @@ def print_plan(sweep: Sweep, console: Console) -> dict[str, str]:
     finished = sweep.finished()
     print_whole(plan_table(sweep, finished), console)
     todo = [cell for cell in sweep.cells if cell.name not in finished]
-    print_whole(progress(len(finished), len(sweep.cells), todo), console)
+    print_whole(progress(finished, len(sweep.cells), todo), console)
     return {}
 
 
@@ -39,7 +40,7 @@ def run_sweep(sweep: Sweep, console: Console, jobs: int) -> dict[str, str]:
     check_models(todo)
     sweep.write_labels()
     total, done = len(sweep.cells), len(finished)
-    print_whole(progress(done, total, todo), console)
+    print_whole(progress(finished, total, todo), console)
     with shown(console, total, done, jobs) as watch:
         failures = run_cells(todo, sweep.out, jobs=jobs, watch=watch)
     finished = sweep.finished()
@@ -50,10 +51,10 @@ def run_sweep(sweep: Sweep, console: Console, jobs: int) -> dict[str, str]:
     return failures
 
 
-def progress(done: int, total: int, todo: Sequence[Cell]) -> str:
+def progress(finished: Mapping[str, RunFolder], total: int, todo: Sequence[Cell]) -> str:
     """Return how many runs are done and what is left."""
-    line = f"{done} of {total} runs are done"
-    return f"{line}, {plan_summary(todo)}" if todo else line
+    line = f"{len(finished)} of {total} runs are done"
+    return f"{line}, {plan_summary(todo, finished.values())}" if todo else line
 
 
 def check_models(cells: Sequence[Cell]) -> None:

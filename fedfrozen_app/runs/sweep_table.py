@@ -2,17 +2,24 @@
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rich import box
 from rich.table import Table
 
-from fedfrozen_app.config import RunConfig
 from fedfrozen_app.runs.finished import has_diverged
 from fedfrozen_app.runs.store import RoundMetrics, RunFolder
 from fedfrozen_app.runs.summary import format_bytes
 from fedfrozen_app.runs.sweep import Cell, Sweep
+from fedfrozen_app.runs.sweep_cost import (
+    cohort,
+    examples_per_round,
+    examples_per_second,
+    payload,
+    total_examples,
+)
+from fedfrozen_app.runs.sweep_progress import clock
 
 SEED = "seed"  # what results are averaged over
 PADDING = (0, 1, 0, 0)
@@ -142,27 +149,12 @@ def short(value: float) -> str:
 
 
 # --- before it runs -----------------------------------------------------------------------
-def cohort(config: RunConfig) -> int:
-    """Return how many clients a round asks, if all hold data."""
-    return max(1, int(config.fraction_train * config.num_clients))
-
-
-def examples_per_round(config: RunConfig) -> int | None:
-    """Return the most examples that a round's clients train on; None: as many as there are."""
-    if config.resolved_local_steps:
-        return cohort(config) * config.resolved_local_steps * config.batch_size
-    if not config.max_train_examples:
-        return None
-    held = config.max_train_examples * (1 - config.resolved_public_fraction)
-    return round(held * config.local_epochs * cohort(config) / config.num_clients)
-
-
 def plan_table(sweep: Sweep, finished: Mapping[str, RunFolder]) -> Table:
     """Return a row for every cell: whether it is done, and how much training it is."""
     table = Table(title=str(sweep.out), box=box.SIMPLE_HEAD, pad_edge=False, padding=PADDING)
     for column in ("run", "state"):
         table.add_column(column, no_wrap=True)
-    for column in ("rounds", "clients", "examples a round", "bytes of a client"):
+    for column in ("rounds", "clients", "examples a round", "payload", "bytes of a client"):
         table.add_column(column, justify="right", no_wrap=True)
     for cell in sweep.cells:
         examples = examples_per_round(cell.config)
@@ -173,6 +165,7 @@ def plan_table(sweep: Sweep, finished: Mapping[str, RunFolder]) -> Table:
             str(cell.config.rounds),
             str(cohort(cell.config)),
             f"all, {cell.config.local_epochs} x" if examples is None else f"{examples:,}",
+            "-" if (sent := payload(cell.config)) is None else format_bytes(sent),
             f"<= {format_bytes(budget)}" if budget else "-",
         )
     return table
@@ -185,16 +178,19 @@ def state(folder: RunFolder | None) -> str:
     return "diverged" if has_diverged(folder) else "done"
 
 
-def plan_summary(cells: Sequence[Cell]) -> str:
-    """Return how much there is to do in cells that are not done."""
+def plan_summary(cells: Sequence[Cell], finished: Iterable[RunFolder] = ()) -> str:
+    """Return how much there is to do in cells that are not done, and how long that may take."""
     configs = [cell.config for cell in cells]
     trainings = sum(config.rounds * cohort(config) for config in configs)
-    each = [examples_per_round(config) for config in configs]
-    line = (
-        f"{len(configs)} to run: {sum(config.rounds for config in configs):,} rounds, "
-        f"{trainings:,} trainings of a client"
-    )
-    if None in each:
-        return line
-    total = sum(config.rounds * (count or 0) for config, count in zip(configs, each, strict=True))
-    return f"{line}, up to {total:,} examples"
+    parts = [
+        f"{len(configs)} to run: {sum(config.rounds for config in configs):,} rounds",
+        f"{trainings:,} trainings of a client",
+    ]
+    if (total := total_examples(configs)) is not None:
+        parts.append(f"up to {total:,} examples")
+        if (speed := examples_per_second(finished)) is not None:
+            parts.append(f"{clock(total / speed)} at the {speed:,.0f} a second of the runs done")
+    sent = [payload(config) for config in configs]
+    if None not in sent:
+        parts.append(f"up to {format_bytes(sum(each or 0 for each in sent))} of payload")
+    return ", ".join(parts)

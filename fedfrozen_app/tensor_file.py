@@ -51,6 +51,28 @@ def _sort_metadata(path: Path) -> None:
             file.write(text.ljust(size))
 
 
+def read_tensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Return a file's tensors, which are the caller's own, and its metadata.
+
+    Not by the library's ``safe_open`` (0.8), which loses some 60 bytes for every tensor that it
+    gives: that adds up where files are read in every round.
+
+    Raises
+    ------
+    OSError
+        When the file cannot be read.
+    ValueError
+        When it is damaged.
+    """
+    content = path.read_bytes()
+    try:
+        tensors = safetensors.torch.load(content)
+        size = int.from_bytes(content[:8], "little")
+        return tensors, dict(json.loads(content[8 : 8 + size]).get("__metadata__", {}))
+    except (SafetensorError, KeyError) as error:
+        raise ValueError(f"{str(path)!r} is damaged: {error}") from None
+
+
 def read_metadata(path: Path) -> dict[str, str]:
     """Return the metadata of a safetensors file; empty for a file that is none or has none."""
     try:

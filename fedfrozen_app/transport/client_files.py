@@ -19,9 +19,8 @@ from pathlib import Path
 
 import torch
 from flwr.supercore import log
-from safetensors import SafetensorError, safe_open
 
-from fedfrozen_app.tensor_file import write_tensors
+from fedfrozen_app.tensor_file import read_tensors, write_tensors
 from fedfrozen_app.transport.frozen_cache import digest
 
 STALE_RUN_SECONDS = 7 * 24 * 3600.0
@@ -88,12 +87,10 @@ class StateFiles:
         tensors: dict[str, torch.Tensor] = {}
         with self.explained(f"version {version} of the client state cannot be read"):
             try:
-                with safe_open(path, framework="pt") as file:
-                    about = file.metadata() or {}
-                    tensors = {name: file.get_tensor(name) for name in file.keys()}
+                tensors, about = read_tensors(path)
             except FileNotFoundError:  # another process has swept it away
                 return None
-            except SafetensorError:
+            except ValueError:
                 about = {}  # without a digest: damaged
         selection = about.get("selection", "")
         if about.get("digest") != self._seal(path, tensors, selection):

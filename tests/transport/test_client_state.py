@@ -404,11 +404,11 @@ def test_a_file_that_cannot_be_read_is_an_error_and_stays(
     node = Node(tmp_path, 0)
     node.put(1, 0)
 
-    def denied(path: Path, framework: str) -> None:
+    def denied(path: Path) -> None:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
 
     with monkeypatch.context() as patch:
-        patch.setattr(client_files, "safe_open", denied)
+        patch.setattr(client_files, "read_tensors", denied)
         with pytest.raises(PermissionError, match="version 1 of the client state cannot be read"):
             node.open().get(1)
     assert node.versions() == [1]
@@ -417,14 +417,14 @@ def test_a_file_that_cannot_be_read_is_an_error_and_stays(
 def test_a_file_that_goes_while_it_is_looked_for_counts_as_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    node, opened = Node(tmp_path, 0), client_files.safe_open
+    node, opened = Node(tmp_path, 0), client_files.read_tensors
     node.put(1, 0)
 
-    def gone(path: Path, framework: str) -> object:
+    def gone(path: Path) -> object:
         path.unlink()
-        return opened(path, framework=framework)
+        return opened(path)
 
-    monkeypatch.setattr(client_files, "safe_open", gone)
+    monkeypatch.setattr(client_files, "read_tensors", gone)
     assert node.open().get(1) is None
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from fedfrozen_app.runs.sweep_cost import payload
-from tests.engine.run import Run
+from tests.engine.run import Run, frozen_half
 
 
 @pytest.mark.parametrize(
@@ -23,8 +23,12 @@ def test_the_payload_is_known_before_the_run(
 ) -> None:
     run = Run(tmp_path, cache, **keys)
     sent = sum(line.bytes_up + line.bytes_down for line in run.metrics)
-    if run.config.head != "trainable":  # it goes once to each client
-        sent -= 3 * sum(run.model[name].nbytes for name in ("head.weight", "head.bias"))
+    # what goes once to each client is not counted
+    once = [tensor for name, tensor in run.model.items() if name.startswith("head.")]
+    if run.config.strategy == "fedfrozen":
+        once = list(frozen_half(run).values())
+    if run.config.head != "trainable" or run.config.freezes:
+        sent -= 3 * sum(tensor.nbytes for tensor in once)
     assert payload(run.config) == sent
 
 

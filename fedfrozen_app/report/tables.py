@@ -144,7 +144,7 @@ def clients(settings: Sequence[Setting]) -> str:
 
 # --- marks ------------------------------------------------------------------------------
 def all_marks(settings: Sequence[Setting]) -> dict[tuple[tuple[str, str], ...], str]:
-    """Return :data:`BEST` or :data:`NEAR` by the labels of the settings that have it."""
+    """Return ``BEST`` or ``NEAR`` by the labels of the settings that have it."""
     found = {}
     for panel in panels_of(settings, compared_label(settings)).values():
         sound = [one for one in panel if not any(result.diverged for result in one.results)]

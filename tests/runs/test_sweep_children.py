@@ -27,6 +27,7 @@ from fedfrozen_app.runs.sweep_children import (
     start,
     words,
 )
+from fedfrozen_app.runs.sweep_cost import payload
 from fedfrozen_app.runs.sweep_progress import clock, shown
 from tests.runs.fake_run import DIVERGES, FAILS_BEFORE, FAILS_LATER, HANGS
 
@@ -179,7 +180,10 @@ def test_a_dry_run_says_what_it_would_do(tmp_path: Path, fake: None) -> None:
                               "--only", "seed=1,2", "--dry-run")  # fmt: skip
     assert code == 0 and started(sweep.out) == ["lr=0.5-seed=2"]
     rows = [" ".join(line.split()) for line in text.splitlines()]
-    assert "lr=0.5-seed=1 to run 5 10 200 -" in rows and "lr=0.5-seed=2 done 5 10 200 -" in rows
+    # 10 clients, both ways: 2 rounds of the whole model, 3 of what is not frozen
+    assert payload(sweep.cells[0].config) == 10 * 2 * (2 * 810_280 + 3 * 677_160)
+    assert "lr=0.5-seed=1 to run 5 10 200 73.0 MB -" in rows
+    assert "lr=0.5-seed=2 done 5 10 200 73.0 MB -" in rows
     assert "1 of 2 runs are done, 1 to run: 5 rounds, 50 trainings of a client, " in text
 
 

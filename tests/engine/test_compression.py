@@ -96,7 +96,8 @@ def test_eight_bits_lose_little_and_feedback_most_of_the_bytes(tmp_path: Path, c
 
 
 @pytest.mark.parametrize(
-    ("strategy", "more"), [("fedavg", {"nodes": 2}), ("scaffold", {"jobs": 2})]
+    ("strategy", "more"),
+    [("fedavg", {"nodes": 2}), pytest.param("scaffold", {"jobs": 2}, marks=pytest.mark.slow)],
 )
 def test_feedback_is_the_same_on_shared_nodes_and_in_worker_processes(
     tmp_path: Path, cache: str, strategy: str, more: dict[str, int]

@@ -223,6 +223,7 @@ def test_clients_whose_cache_is_gone_get_the_base_in_the_same_round(
 
 
 # --- the same again ---------------------------------------------------------------------
+@pytest.mark.slow
 def test_clients_in_worker_processes_give_the_same_run(
     tmp_path: Path, cache: str, runs: Runs
 ) -> None:

@@ -6,10 +6,9 @@ import shutil
 import signal
 import threading
 import traceback
-from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from multiprocessing import get_context, parent_process
 from pathlib import Path
@@ -21,7 +20,7 @@ from flwr.common.constant import SUPERLINK_NODE_ID, ErrorCode
 from flwr.supercore.task_identity import TaskIdentity
 
 from fedfrozen_app.engine import handover
-from fedfrozen_app.engine.interrupts import signals_ignored
+from fedfrozen_app.engine.interrupts import handled, signals_ignored
 
 
 def load_app(reference: str) -> ClientApp:
@@ -80,7 +79,8 @@ class WorkerPool:
         while True:
             executor = self._workers()
             try:
-                with _interrupts_ignored():  # a worker started here inherits that
+                # a worker started here inherits that: Ctrl-C is left to this process
+                with handled(signal.SIG_IGN, signal.SIGINT):
                     future = executor.submit(_work, self._reference, parcels, self._folder)
                 return Pending(message, context, executor, future)
             except BrokenProcessPool:
@@ -136,19 +136,6 @@ class WorkerPool:
                 process.terminate()
         self._executor.shutdown(wait=True, cancel_futures=True)
         self._executor = None
-
-
-@contextmanager
-def _interrupts_ignored() -> Iterator[None]:
-    """Leave Ctrl-C to the parent of the processes started inside."""
-    if threading.current_thread() is not threading.main_thread():
-        yield  # only the main thread may set handlers
-        return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def _start_worker(folder: Path) -> None:

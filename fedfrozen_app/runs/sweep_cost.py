@@ -10,6 +10,7 @@ from fedfrozen_app.models.registry import create_model
 from fedfrozen_app.models.selection import Selection
 from fedfrozen_app.runs.finished import stored_config
 from fedfrozen_app.runs.store import RunFolder
+from fedfrozen_app.strategies.sampling import cohort_size
 from fedfrozen_app.strategies.schedule import FreezeSchedule
 
 # a head is a small part of a model, so that a data set that is not named here changes little
@@ -20,7 +21,7 @@ FLOAT_BYTES = 4
 
 def cohort(config: RunConfig) -> int:
     """Return how many clients a round asks, if all hold data."""
-    return max(1, int(config.fraction_train * config.num_clients))
+    return cohort_size(config.num_clients, config.fraction_train, 1)
 
 
 def examples_per_round(config: RunConfig) -> int | None:

@@ -54,6 +54,12 @@ class NodesAsTheyCome:
         return {self._numbers[node]: node for node in nodes}
 
 
+def cohort_size(clients: int, fraction: float, minimum: int) -> int:
+    """Return max(floor(fraction * N), minimum) of N clients, at most N, as Flower's FedAvg does."""
+    # 0.29 * 100 is 28.999...: a fraction of whole clients must not lose one to rounding
+    return min(clients, max(int(clients * fraction + 1e-9), minimum))
+
+
 def sample_cohort(
     clients: Iterable[int],
     fraction: float,
@@ -65,12 +71,10 @@ def sample_cohort(
 ) -> list[int]:
     """Return the sorted client ids of a round, drawn without replacement.
 
-    The cohort has ``max(floor(fraction * N), minimum)`` of the N clients, as in Flower's
-    FedAvg, and at most N. A further ``attempt`` at a round draws afresh.
+    The cohort has :func:`cohort_size` clients. A further ``attempt`` at a round draws afresh.
     """
     everyone = sorted(clients)
-    # 0.29 * 100 is 28.999...: a fraction of whole clients must not lose one to rounding
-    size = min(len(everyone), max(int(len(everyone) * fraction + 1e-9), minimum))
+    size = cohort_size(len(everyone), fraction, minimum)
     retried = (attempt,) if attempt else ()
     generator = numpy_generator(seed, "cohort", server_round, *retried)
     return sorted(int(client) for client in generator.choice(everyone, size, replace=False))

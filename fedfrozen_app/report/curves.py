@@ -64,12 +64,7 @@ def client_measures(setting: Setting, measure: str) -> list[float]:
     ``measure``: ``accuracy`` or ``loss`` of the model as it is, ``accuracy_after`` or
     ``loss_after`` a round of local training.
     """
-    found = []
-    for run, lines in zip(setting.runs, setting.metrics, strict=True):
-        last = lines[-1].round
-        tests = [test for test in run.client_tests() if test["round"] == last]
-        found += [test[measure] for test in tests if test.get(measure) is not None]
-    return found
+    return [test[measure] for test in setting.client_tests if test.get(measure) is not None]
 
 
 def class_shares(run: RunFolder) -> Mapping[str, Any] | None:

@@ -52,15 +52,17 @@ def save(figure: "Figure", paths: Iterable[Path]) -> None:
 
 
 # --- curves -----------------------------------------------------------------------------
-def draw_bandwidth(settings: Sequence[Setting], path: Path, panels: str = "") -> dict[str, Any]:
+def draw_bandwidth(
+    settings: Sequence[Setting], paths: Iterable[Path], panels: str = ""
+) -> dict[str, Any]:
     """Draw quality against the bytes of one client, a curve for every setting.
 
     Parameters
     ----------
     settings : sequence of Setting
         What to draw.
-    path : Path
-        The picture, by its ending PNG or SVG.
+    paths : iterable of Path
+        The picture's files, by their endings PNG or SVG.
     panels : str
         Label whose values get a panel each, side by side.
 
@@ -78,7 +80,7 @@ def draw_bandwidth(settings: Sequence[Setting], path: Path, panels: str = "") ->
         axis.set_title(panel)
     axes[0][0].set_ylabel(quality_name(settings))
     axes[0][-1].legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
-    save(figure, [path])
+    save(figure, paths)
     return drawn
 
 

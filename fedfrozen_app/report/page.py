@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from fedfrozen_app.report.figures import save
 from fedfrozen_app.report.settings import Setting
-from fedfrozen_app.report.tables import NOTE, markdown
+from fedfrozen_app.report.tables import NOTE
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -60,7 +60,7 @@ def write_page(
     sections: Sequence[Section],
 ) -> Path:
     """Write the page and return its path; ``tables`` are Markdown, ``said`` is a line of text."""
-    table, of_clients = tables
+    table, of_clients, everything = tables
     runs = sum(len(setting.runs) for setting in settings)
     parts = [
         f"<p>{runs} runs of {len(settings)} settings.</p>",
@@ -69,7 +69,7 @@ def write_page(
         *map(_section, sections),
         *(["<h2>Clients' own tests</h2>", html_table(of_clients)] if of_clients else []),
         "<h2>Everything measured</h2>",
-        html_table(markdown(settings)),
+        html_table(everything),
         '<p class="note">kB: of a client in the last round, MB: of the run; tensor payload.</p>',
     ]
     title = "fedfrozen report"

@@ -46,6 +46,14 @@ class Setting:
         """What each run came to."""
         return [read_result(run) for run in self.runs]
 
+    @cached_property
+    def client_tests(self) -> list[dict[str, float]]:
+        """The clients' own tests in the last round, of all runs."""
+        found: list[dict[str, float]] = []
+        for run, lines in zip(self.runs, self.metrics, strict=True):
+            found += [test for test in run.client_tests() if test["round"] == lines[-1].round]
+        return found
+
     @property
     def is_text(self) -> bool:
         """Whether perplexity is measured, and less is better."""

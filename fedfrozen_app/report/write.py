@@ -43,24 +43,25 @@ def write_report(paths: Sequence[Path], out: Path, panels: str = "") -> list[Pat
         )
     (out / PICTURES).mkdir(parents=True, exist_ok=True)
     said = statement([run for setting in settings for run in setting.runs])
-    written = [_text(out / "table.md", f"{tables.markdown(settings)}\n{tables.NOTE}\n\n{said}\n")]
+    everything = table = tables.markdown(settings)
+    written = [_text(out / "table.md", f"{everything}\n{tables.NOTE}\n\n{said}\n")]
     written += [
         _text(out / "table.tex", tables.latex(settings)),
         _text(out / "table.csv", tables.comma_separated(settings)),
     ]
-    table = tables.markdown(settings)
     if (columns := panels or _columns(settings)) in names and len(names) > 1:
         table = tables.pivot(settings, columns)
         written.append(_text(out / "pivot.md", f"{table}\n{tables.NOTE}\n"))
         written.append(_text(out / "pivot.tex", tables.pivot(settings, columns, latex=True)))
     if of_clients := tables.clients(settings):
         written.append(_text(out / "clients.md", of_clients))
-    for ending in ("png", "svg"):
-        drawn = figures.draw_bandwidth(settings, out / f"bandwidth.{ending}", panels)
-        written.append(out / f"bandwidth.{ending}")
+    pictures = [out / f"bandwidth.{ending}" for ending in ("png", "svg")]
+    drawn = figures.draw_bandwidth(settings, pictures, panels)
+    written += pictures
     written.append(_text(out / "bandwidth.json", json.dumps(drawn, indent=1) + "\n"))
     sections = draw_all(settings, out / PICTURES)
-    written.append(write_page(out / "report.html", settings, [table, of_clients], said, sections))
+    shown = [table, of_clients, everything]
+    written.append(write_page(out / "report.html", settings, shown, said, sections))
     return written
 
 

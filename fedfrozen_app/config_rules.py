@@ -43,6 +43,10 @@ def contradictions(config: "RunConfig") -> Iterable[str]:
     yield from _data_problems(config)
     yield from _local_problems(config)
     yield from _text_problems(config)
+    yield from _client_test_problems(config)
+
+
+def _client_test_problems(config: "RunConfig") -> Iterable[str]:
     if config.fraction_evaluate == 0 and _is_set(config, "client-test-fraction"):
         yield (
             f"client-test-fraction={config.client_test_fraction} has no effect with "

@@ -27,7 +27,7 @@ OF_METHOD = {"strategy", "lr", "server-lr", "warmup-ratio", "run-name"}
 @cache
 def sweep_of(path: Path) -> Sweep:
     given: dict[str, ConfigValue] = {"data-dir": "data"}
-    if "timm" in path.stem or path.stem.endswith(("small", "small-tuning")):
+    if "-small" in path.stem:
         given["weights"] = "weights.safetensors"
     return read_sweep(path, given)
 

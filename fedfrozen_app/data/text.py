@@ -90,6 +90,7 @@ class TextDataset:
     tokenizer: Path
     class_names: tuple[str, ...] = ("block",)
     augment: str = "none"
+    has_test: bool = True
 
     @property
     def num_outputs(self) -> int:

@@ -1,7 +1,7 @@
 """The rounds of a run, the same in every engine: send, aggregate, test, record."""
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import asdict, replace
 from functools import partial
 from logging import ERROR, INFO, WARNING
@@ -29,7 +29,7 @@ from fedfrozen_app.runs.checkpoint import (
     remove_checkpoints,
     write_checkpoint,
 )
-from fedfrozen_app.runs.store import GO_ON, RoundMetrics, RunFolder, check_free, check_room
+from fedfrozen_app.runs.store import GO_ON, OnRound, RoundMetrics, RunFolder, check_free, check_room
 from fedfrozen_app.runs.trackers import check_tracker, tracked
 from fedfrozen_app.strategies import FedFrozen, FreezeSchedule, QuorumError
 from fedfrozen_app.strategies.base import ServerRule
@@ -44,7 +44,6 @@ from fedfrozen_app.transport.ledger import LedgerGrid, payload_bytes
 from fedfrozen_app.transport.payload import PERSONALISE, client_of
 
 CLIENT_APP = "fedfrozen_app.client_app:app"
-OnRound = Callable[[RoundMetrics], None]
 Quality = tuple[float | None, float | None]  # loss and accuracy
 UNTESTED: Quality = (None, None)
 
@@ -320,7 +319,7 @@ def prepare(config: RunConfig) -> tuple[Worker, FedFrozen]:
     if not config.resume:
         check_free(config)
     worker = resident(config)
-    if not getattr(worker.dataset, "has_test", True):
+    if not worker.dataset.has_test:
         raise ConfigError(
             f"data-dir={config.data_dir!r} has no test split, and the server tests the model; add "
             "test*.parquet (or valid*.parquet) there"
@@ -355,7 +354,7 @@ def start_report(worker: Worker, arrays: ArrayRecord) -> dict[str, Any]:
     size = sum(tensor.numel() for tensor in tensors.values())
     return {
         "model": {"sha256": digest(tensors), "entries": len(tensors), "numbers": size},
-        "preprocessing": {**asdict(worker.spec), "augment": getattr(worker.dataset, "augment", "")},
+        "preprocessing": {**asdict(worker.spec), "augment": worker.dataset.augment},
     }
 
 

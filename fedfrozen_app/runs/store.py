@@ -84,6 +84,9 @@ class RoundMetrics:
         return self.test_accuracy if self.test_perplexity is None else self.test_perplexity
 
 
+OnRound = Callable[[RoundMetrics], None]
+
+
 @contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
     """Yield a temporary path beside ``path`` that replaces it when the block succeeds."""
@@ -170,8 +173,8 @@ class RunFolder:
         for name in (CLIENTS, METRICS):
             path = self.path / name
             lines = path.read_text().splitlines() if path.exists() else []
-            kept = list(takewhile(lambda line: _round_of(line) <= server_round, lines))
-            if lines != kept or name == METRICS:
+            kept = takewhile(lambda line: _round_of(line) <= server_round, lines)
+            if path.exists() or name == METRICS:
                 with explained(path, GO_ON), atomic_path(path) as temporary:
                     temporary.write_text("".join(f"{line}\n" for line in kept))
         for name in (MODEL, EARLY_END, FAILURE):  # a model without a failure is the end of a run

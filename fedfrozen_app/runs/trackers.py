@@ -10,18 +10,16 @@ import importlib
 import importlib.util
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any, Protocol
 
 from fedfrozen_app.config import ConfigError, RunConfig
-from fedfrozen_app.runs.store import RoundMetrics, RunFolder
+from fedfrozen_app.runs.store import OnRound, RoundMetrics, RunFolder
 
 logger = logging.getLogger(__name__)
 EXPERIMENT = "fedfrozen"
-OnRound = Callable[[RoundMetrics], None]
-MODULES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow"}
 
 
 class Tracker(Protocol):
@@ -117,11 +115,11 @@ TRACKERS: dict[str, Any] = {"tensorboard": TensorBoard, "wandb": WandB, "mlflow"
 
 
 def check_tracker(config: RunConfig) -> None:
-    """Raise ConfigError if the tracker's package is not installed."""
-    if config.tracker == "none" or importlib.util.find_spec(MODULES[config.tracker]) is not None:
+    """Raise ConfigError if the tracker's package, which has its name, is not installed."""
+    if config.tracker == "none" or importlib.util.find_spec(config.tracker) is not None:
         return
     raise ConfigError(
-        f"tracker={config.tracker} needs the package {MODULES[config.tracker]}, which is not "
+        f"tracker={config.tracker} needs the package {config.tracker}, which is not "
         f"installed; run `pip install 'fedfrozen[{config.tracker}]'` or take tracker=none"
     )
 

@@ -8,9 +8,9 @@ import torch
 
 from fedfrozen_app.config import RunConfig
 from fedfrozen_app.engine.local_grid import LocalGrid
-from fedfrozen_app.engine.rounds import OnRound, run_federation
+from fedfrozen_app.engine.rounds import run_federation
 from fedfrozen_app.models.selection import Selection
-from fedfrozen_app.runs.store import RoundMetrics
+from fedfrozen_app.runs.store import OnRound, RoundMetrics
 from fedfrozen_app.training.worker import resident
 
 SMALL: dict[str, Any] = {

@@ -3,6 +3,7 @@
 import json
 import logging
 import signal
+import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from fedfrozen_app.config import ConfigError, ConfigValue, RunConfig
 from fedfrozen_app.config_input import parse_overrides, read_experiment
+from fedfrozen_app.runs.provenance import remember_command
 
 app = typer.Typer(
     help="Federated fine-tuning of Transformers that sends only what still moves.",
@@ -391,6 +393,7 @@ def keys(
 
 def main() -> None:
     """Entry point of the console script."""
+    remember_command(sys.argv[1:])
     app()
 
 

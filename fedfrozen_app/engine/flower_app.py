@@ -13,7 +13,7 @@ import tomli_w
 import torch
 
 from fedfrozen_app.config import ConfigError, ConfigValue, RunConfig, available_cores
-from fedfrozen_app.runs.store import REVISION_VARIABLE, git_revision
+from fedfrozen_app.runs.provenance import REVISION_VARIABLE, git_revision
 
 PROGRAMS = ("flwr", "flower-superlink", "flower-superexec", "flwr-simulation")
 # Asking every node one question took 0.3 s for 100 nodes, 5 s for 1000 and 32 s for 4000.

@@ -13,7 +13,8 @@ from pathlib import Path
 
 from fedfrozen_app.config import ConfigError
 from fedfrozen_app.runs.finished import is_finished, stored_config
-from fedfrozen_app.runs.store import NOT_OF_THE_RESULT, RoundMetrics, RunFolder
+from fedfrozen_app.runs.provenance import NOT_OF_THE_RESULT
+from fedfrozen_app.runs.store import RoundMetrics, RunFolder
 from fedfrozen_app.runs.sweep import LABELS_FILE
 from fedfrozen_app.runs.sweep_table import SEED, Result, read_result
 

@@ -4,7 +4,8 @@ import json
 from pathlib import Path
 
 from fedfrozen_app.config import RunConfig
-from fedfrozen_app.runs.store import NOT_OF_THE_RESULT, RunFolder
+from fedfrozen_app.runs.provenance import NOT_OF_THE_RESULT
+from fedfrozen_app.runs.store import RunFolder
 from fedfrozen_app.strategies.base import DivergedError
 from fedfrozen_app.strategies.replies import NON_FINITE
 

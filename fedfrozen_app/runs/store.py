@@ -1,21 +1,18 @@
 """The run folder: everything a report needs, and nothing outside it.
 
-``config.json`` resolved config, versions, seed, git revision; ``metrics.jsonl`` one line a
-round, round 0 = before training; ``clients.jsonl`` one line for every test of a client on its own
-examples, if there are any; ``partition.json``; ``start.json`` the first model's digest and
-the preprocessing, by which runs can be seen to be comparable; ``model.safetensors`` the whole final
-model under the library's own names; ``failure.txt`` only if the run failed, ``end.txt`` only
-if it ended as it should before its last round.
+``config.json`` resolved config, versions, seed, git revision, machine, date and command;
+``metrics.jsonl`` one line a round, round 0 = before training; ``clients.jsonl`` one line for every
+test of a client on its own examples, if there are any; ``partition.json``; ``start.json`` the first
+model's digest and the preprocessing, by which runs can be seen to be comparable;
+``model.safetensors`` the whole final model under the library's own names; ``failure.txt`` only if
+the run failed, ``end.txt`` only if it ended as it should before its last round.
 """
 
 import errno
-import importlib.metadata
 import json
 import math
 import os
-import platform
 import shutil
-import subprocess
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -28,18 +25,12 @@ import torch
 
 from fedfrozen_app.config import ConfigError, RunConfig
 from fedfrozen_app.disk import explained
+from fedfrozen_app.runs.provenance import NOT_OF_THE_RESULT, describe_run
 from fedfrozen_app.tensor_file import write_tensors
 
 METRICS, CLIENTS = "metrics.jsonl", "clients.jsonl"
-REVISION_VARIABLE = "FEDFROZEN_REVISION"
 GO_ON = "make room there and go on with --resume (resume=true)"
 FAILURE, EARLY_END, MODEL = "failure.txt", "end.txt", "model.safetensors"
-# keys that say how and where a run is made, not what comes out
-NOT_OF_THE_RESULT = (
-    "run-name", "run-dir", "cache-dir", "threads", "jobs", "checkpoint-every", "resume",
-    "tracker",
-)  # fmt: skip
-PACKAGES = ("fedfrozen", "flwr", "torch", "torchvision", "timm", "numpy")
 
 
 @dataclass(frozen=True)
@@ -315,39 +306,3 @@ def _round_of(line: str) -> float:
 def _finite(value: Any) -> Any:
     """JSON has no NaN or infinity: a diverged loss is written as null."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def describe_run(config: RunConfig) -> dict[str, Any]:
-    """Return what ``config.json`` holds."""
-    versions = {"python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            versions[package] = "not installed"
-    return {
-        "config": config.to_mapping(),
-        "resolved": config.resolved(),
-        "seed": config.seed,
-        "versions": versions,
-        "git_revision": git_revision(),
-        "machine": {"cores": os.cpu_count(), "system": platform.platform()},
-    }
-
-
-def git_revision() -> str | None:
-    """Return the revision of the checkout this package runs from, None outside one.
-
-    In Flower's runtime a copy of the package runs, so whoever copied it says where from.
-    """
-    if REVISION_VARIABLE in os.environ:
-        return os.environ[REVISION_VARIABLE] or None
-    folder = Path(__file__).resolve().parents[2]
-    command = ["git", "-C", str(folder), "rev-parse", "HEAD", "--show-toplevel"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    revision, top = done.stdout.splitlines()[:2]
-    # an installed package inside somebody else's checkout is not of that revision
-    return revision if folder == Path(top).resolve() else None

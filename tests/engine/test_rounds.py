@@ -1,7 +1,9 @@
 """The whole app on the bundled digits, in this process: the laws hold for real models."""
 
 import json
+import os
 from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +89,9 @@ def test_the_run_folder_holds_what_a_report_needs(tmp_path: Path, cache: str) ->
     assert RunConfig.from_mapping(written["config"]) == run.config
     assert written["resolved"]["warmup-rounds"] == 1
     assert written["versions"]["flwr"].startswith("1.42")
+    assert written["machine"]["cores"] == os.cpu_count() and written["machine"]["processor"]
+    begun = datetime.fromisoformat(written["started"])
+    assert timedelta(0) <= datetime.now(UTC) - begun < timedelta(minutes=5)
     assert sum(json.loads((run.folder.path / "partition.json").read_text())["sizes"]) == 251
     start = json.loads((run.folder.path / "start.json").read_text())
     assert start["model"]["numbers"] == sum(tensor.numel() for tensor in run.model.values())

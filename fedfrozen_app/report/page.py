@@ -32,6 +32,7 @@ th { background: var(--soft); } th.text, td.text { text-align: left; }
 tr:last-child td { border-bottom: 0; }
 .pictures { display: grid; gap: 1rem;
   grid-template-columns: repeat(auto-fill, minmax(min(22rem, 100%), 1fr)); }
+code { overflow-wrap: anywhere; }
 figure { margin: 0; } img { width: 100%; height: auto; display: block; }
 figcaption, .note { color: #556070; font-size: .875rem; }
 """
@@ -57,9 +58,14 @@ def write_page(
     settings: Sequence[Setting],
     tables: Sequence[str],
     said: str,
+    made: str,
     sections: Sequence[Section],
 ) -> Path:
-    """Write the page and return its path; ``tables`` are Markdown, ``said`` is a line of text."""
+    """Write the page and return its path.
+
+    ``tables`` and the list ``made``, of how runs were made, are Markdown; ``said`` is a line of
+    text.
+    """
     table, of_clients, everything = tables
     runs = sum(len(setting.runs) for setting in settings)
     parts = [
@@ -71,6 +77,8 @@ def write_page(
         "<h2>Everything measured</h2>",
         html_table(everything),
         '<p class="note">kB: of a client in the last round, MB: of the run; tensor payload.</p>',
+        "<h2>How these runs were made</h2>",
+        html_list(made),
     ]
     title = "fedfrozen report"
     path.write_text(
@@ -105,6 +113,13 @@ def html_table(table: str) -> str:
     return (
         '<div class="wide"><table>' + "".join(f"<tr>{row}</tr>" for row in rows) + "</table></div>"
     )
+
+
+def html_list(text: str) -> str:
+    """Return a Markdown list of this package as HTML; what is between ticks is code."""
+    items = [html.escape(line.removeprefix("- ")) for line in text.strip().splitlines()]
+    coded = [re.sub(r"`([^`]*)`", r"<code>\1</code>", item) for item in items]
+    return "<ul>" + "".join(f"<li>{item}</li>" for item in coded) + "</ul>"
 
 
 def _cells(tag: str, texts: Sequence[str], classes: Sequence[str]) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 from fedfrozen_app.config import ConfigError
 from fedfrozen_app.report import figures, tables
 from fedfrozen_app.report.page import Section, write_page
+from fedfrozen_app.report.provenance import provenance
 from fedfrozen_app.report.settings import (
     Setting,
     compared_label,
@@ -26,7 +27,8 @@ def write_report(paths: Sequence[Path], out: Path, panels: str = "") -> list[Pat
 
     ``table.md``, ``.tex`` and ``.csv``; with two or more labels ``pivot.md`` and ``.tex``, whose
     columns are the values of ``panels`` (else of the last label that is not compared);
-    ``clients.md`` where clients tested on their own examples;
+    ``clients.md`` where clients tested on their own examples; ``provenance.md``, how the runs were
+    made;
     ``bandwidth.png``, ``.svg`` and ``.json``; ``pictures/``; ``report.html``, which needs nothing
     beside itself.
 
@@ -55,13 +57,15 @@ def write_report(paths: Sequence[Path], out: Path, panels: str = "") -> list[Pat
         written.append(_text(out / "pivot.tex", tables.pivot(settings, columns, latex=True)))
     if of_clients := tables.clients(settings):
         written.append(_text(out / "clients.md", of_clients))
+    made = provenance(settings)
+    written.append(_text(out / "provenance.md", made))
     pictures = [out / f"bandwidth.{ending}" for ending in ("png", "svg")]
     drawn = figures.draw_bandwidth(settings, pictures, panels)
     written += pictures
     written.append(_text(out / "bandwidth.json", json.dumps(drawn, indent=1) + "\n"))
     sections = draw_all(settings, out / PICTURES)
     shown = [table, of_clients, everything]
-    written.append(write_page(out / "report.html", settings, shown, said, sections))
+    written.append(write_page(out / "report.html", settings, shown, said, made, sections))
     return written
 
 

@@ -91,12 +91,12 @@ def test_a_sweeps_own_labels_name_its_runs_and_panels(runs: Path, tmp_path: Path
     paths = write_report([runs], tmp_path / "out", "data")
     assert [path.name for path in paths] == [
         "table.md", "table.tex", "table.csv", "pivot.md", "pivot.tex",
-        "bandwidth.png", "bandwidth.svg", "bandwidth.json", "report.html",
+        "provenance.md", "bandwidth.png", "bandwidth.svg", "bandwidth.json", "report.html",
     ]  # fmt: skip
-    drawn = json.loads(paths[7].read_text())
+    drawn = json.loads(paths[8].read_text())
     assert drawn.keys() == {"iid"} and drawn["iid"].keys() == {"FEDAVG", "FEDPROX"}
     assert drawn["iid"]["FEDAVG"]["mean"] == pytest.approx([0.1, 0.45, 0.8])
-    assert paths[5].read_bytes()[:4] == b"\x89PNG" and b"<svg" in paths[6].read_bytes()
+    assert paths[6].read_bytes()[:4] == b"\x89PNG" and b"<svg" in paths[7].read_bytes()
     with pytest.raises(ConfigError, match=r"panels must be a label .*'x'; they have \['data', 'me"):
         write_report([runs], tmp_path / "out", "x")
 

@@ -14,13 +14,17 @@ ROOT = Path(__file__).resolve().parents[1]
 FILES = sorted((ROOT / "experiments" / "fedfrozen").glob("*.toml"))
 METHODS = {"fedavg", "fedprox", "scaffold", "fedavgm", "fedadam", "fednova", "fedfrozen"}
 SIZES = {
+    "femnist-small": 12,
     "table-4-2-cifar10": 63,
     "table-4-2-cifar100": 63,
     "table-4-2-femnist": 63,
+    "table-4-2-small": 63,
     "table-4-2-small-tuning": 21,
     "warmup": 42,
+    "warmup-small": 21,
 }
 # a method may differ from the others in these keys and in no other
+DATA_AND_SEED = ("partition", "alpha", "seed")
 OF_METHOD = {"strategy", "lr", "server-lr", "warmup-ratio", "run-name"}
 
 
@@ -41,7 +45,7 @@ def test_methods_differ_in_nothing_but_their_method(path: Path) -> None:
     sweep = sweep_of(path)
     others: dict[tuple[str, ...], list[dict[str, ConfigValue]]] = {}
     for cell in sweep.cells:
-        kept = {label: text for label, text in cell.labels.items() if label in ("alpha", "seed")}
+        kept = {label: text for label, text in cell.labels.items() if label in DATA_AND_SEED}
         others.setdefault(tuple(kept.values()), []).append(cell.config.to_mapping())
     for mappings in others.values():
         differing = {key for key in RunConfig.keys() if len({m[key] for m in mappings}) > 1}

@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 
 from fedfrozen_app.config import ConfigError
-from fedfrozen_app.runs.finished import is_finished, stored_config
+from fedfrozen_app.runs.finished import has_result, stored_config
 from fedfrozen_app.runs.provenance import NOT_OF_THE_RESULT
 from fedfrozen_app.runs.store import RoundMetrics, RunFolder
 from fedfrozen_app.runs.sweep import LABELS_FILE
@@ -71,7 +71,7 @@ def read_settings(paths: Sequence[Path]) -> list[Setting]:
     """
     labelled: list[tuple[dict[str, str], RunFolder]] = []
     for path in paths:
-        runs = [folder for folder in _folders(path) if is_finished(folder)]
+        runs = [folder for folder in _folders(path) if has_result(folder)]
         if not runs:
             raise ConfigError(f"{str(path)!r} holds no finished run; give a run or sweep folder")
         labelled += zip(_labels(path, runs), runs, strict=True)

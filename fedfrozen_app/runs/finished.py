@@ -5,7 +5,7 @@ from pathlib import Path
 
 from fedfrozen_app.config import RunConfig
 from fedfrozen_app.runs.provenance import NOT_OF_THE_RESULT
-from fedfrozen_app.runs.store import RunFolder
+from fedfrozen_app.runs.store import MODEL, RunFolder
 from fedfrozen_app.strategies.base import DivergedError
 from fedfrozen_app.strategies.replies import NON_FINITE
 
@@ -43,11 +43,16 @@ def stored_config(folder: RunFolder) -> RunConfig | None:
 
 
 def is_finished(folder: RunFolder) -> bool:
-    """Whether a run came to its end, or stopped because it diverged."""
-    if not (folder.path / "model.safetensors").exists():
-        return False
+    """Whether a run came to its end, or stopped because it diverged, and left its model."""
+    return (folder.path / MODEL).exists() and (folder.failure() is None or has_result(folder))
+
+
+def has_result(folder: RunFolder) -> bool:
+    """Whether a run's numbers are final; its model may have been removed to make room."""
     failure = folder.failure()
-    return failure is None or is_through(folder) or any(word in failure for word in DIVERGED)
+    if failure is not None and any(word in failure for word in DIVERGED):
+        return True
+    return is_through(folder) or folder.early_end() is not None
 
 
 def is_through(folder: RunFolder) -> bool:

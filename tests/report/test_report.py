@@ -14,7 +14,8 @@ from fedfrozen_app.report.curves import curve
 from fedfrozen_app.report.settings import read_settings
 from fedfrozen_app.report.tables import markdown
 from fedfrozen_app.report.write import write_report
-from fedfrozen_app.runs.store import RoundMetrics, RunFolder
+from fedfrozen_app.runs.finished import has_result, is_finished
+from fedfrozen_app.runs.store import MODEL, RoundMetrics, RunFolder
 from fedfrozen_app.runs.sweep import LABELS_FILE
 
 ACCURACIES = {("fedavg", 1): [0.1, 0.5, 0.7], ("fedavg", 2): [0.1, 0.4, 0.9]}
@@ -120,3 +121,14 @@ def test_the_command_prints_the_table_and_refuses_a_folder_without_runs(
     (tmp_path / "empty").mkdir()
     done = CliRunner().invoke(app, ["report", str(tmp_path / "empty")])
     assert done.exit_code == 2 and "holds no finished run" in done.output
+
+
+def test_a_run_whose_model_was_removed_to_make_room_still_reports(tmp_path: Path) -> None:
+    whole = write_run(tmp_path / "runs", "fedavg", 1, [0.1, 0.5, 0.6])
+    row = markdown(read_settings([tmp_path / "runs"]))
+    (whole.path / MODEL).unlink()
+    assert not is_finished(whole) and has_result(whole)  # a sweep makes the model again
+    assert markdown(read_settings([tmp_path / "runs"])) == row
+    whole.go_back_to(1)
+    with pytest.raises(ConfigError, match="holds no finished run"):
+        read_settings([tmp_path / "runs"])

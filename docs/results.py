@@ -1,0 +1,331 @@
+"""What was really run, as a page: docs/results.md and its pictures, from kept run folders alone.
+
+    python docs/results.py                                 write the page
+    python docs/results.py --keep runs/table-4-2-small     keep a sweep's run folders first
+
+A kept run folder is a run folder without its model and checkpoint, its JSON without line breaks,
+and of every path in it the last part. Every figure and every verdict of the page is computed from
+these folders; the paper's claims are the only sentences that are not.
+"""
+
+import argparse
+import json
+import math
+import shutil
+import statistics
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from fedfrozen_app.report import figures, tables
+from fedfrozen_app.report.provenance import provenance
+from fedfrozen_app.report.settings import Setting, label_names, panels_of, read_settings
+from fedfrozen_app.runs.comparison import statement
+from fedfrozen_app.runs.finished import has_result
+from fedfrozen_app.runs.store import CLIENTS, EARLY_END, FAILURE, METRICS, RunFolder
+from fedfrozen_app.runs.sweep import LABELS_FILE
+
+DOCS = Path(__file__).resolve().parent
+RUNS = DOCS / "results" / "runs"
+AS_THEY_ARE = (METRICS, CLIENTS, FAILURE, EARLY_END)
+COMPACT = ("config.json", "partition.json", "start.json")
+PATHS = ("data-dir", "weights", "run-dir", "cache-dir")
+PLAIN, OURS = "fedavg", "fedfrozen"
+HEAD = """# What was run here
+
+Made by `python docs/results.py` from the run folders in `docs/results/runs/`; nothing is typed in
+but the paper's claims. The experiments are FedFrozen's
+([arXiv:2605.06446](https://arxiv.org/abs/2605.06446)), in the sizes that two cores can do. FLITE's
+are [on their own page](flite.md).
+
+"""
+NOISE = (
+    "Noise below: two standard errors of the difference of two means over seeds, or, of one seed, "
+    "of two accuracies on that many test images."
+)
+
+
+# --- what is kept -----------------------------------------------------------------------
+def keep(sweep: Path, to: Path) -> None:
+    """Copy the finished run folders of a sweep without models, compactly."""
+    labels, kept = json.loads((sweep / LABELS_FILE).read_text()), {}
+    for config in sorted(sweep.glob("*/config.json")):
+        run = config.parent
+        if not has_result(RunFolder(run)) or run.name not in labels:
+            continue
+        target = to / sweep.name / run.name
+        shutil.rmtree(target, ignore_errors=True)
+        target.mkdir(parents=True)
+        for name in COMPACT:
+            content = without_folders(json.loads((run / name).read_text()))
+            (target / name).write_text(json.dumps(content, separators=(",", ":")) + "\n")
+        for name in AS_THEY_ARE:
+            if (run / name).exists():
+                shutil.copyfile(run / name, target / name)
+        kept[run.name] = labels[run.name]
+    (to / sweep.name / LABELS_FILE).write_text(json.dumps(kept) + "\n")
+
+
+def without_folders(content: object) -> object:
+    """Return JSON with only the last part of every path."""
+    if not isinstance(content, dict):
+        return content
+    return {
+        key: Path(value).name if key in PATHS and value else without_folders(value)
+        for key, value in content.items()
+    }
+
+
+# --- FedFrozen's Table 4.2 --------------------------------------------------------------
+def table_4_2(runs: Path, pictures: Path) -> str:
+    """Return the section about seven methods at three alphas, and about their step sizes."""
+    settings = read_settings([runs / "table-4-2-small"])
+    figures.draw_bandwidth(settings, [pictures / "table-4-2-small.png"], "alpha")
+    tuning = read_settings([runs / "table-4-2-small-tuning"])
+    claims = [
+        ("FedFrozen is comparable to the strongest method at every alpha", comparable(settings)),
+        ("it avoids severe degradation at alpha = 0.1", degradation(settings)),
+        ("(ours) what the freeze saves", savings(settings)),
+    ]
+    return "\n".join([
+        "## FedFrozen's Table 4.2 on CIFAR-10, small\n",
+        tables.pivot(settings, "alpha"),
+        f"{tables.NOTE} {NOISE}\n\n{said(settings)}\n",
+        claim_table(claims),
+        "![accuracy against bytes](results/table-4-2-small.png)\n",
+        tables.markdown(settings),
+        provenance(settings),
+        "### Step sizes\n",
+        "Every method over the same grid, accuracy on the validation share; bold: what the table "
+        "above is with.\n",
+        step_sizes(tuning),
+        provenance(tuning),
+    ])  # fmt: skip
+
+
+def comparable(settings: Sequence[Setting]) -> str:
+    """Return FedFrozen's distance to the best method at every alpha."""
+    parts, all_near = [], True
+    for panel in panels(settings, "alpha"):
+        ours = named(panel, OURS)
+        best = max(panel, key=lambda one: (mean(one), one is ours))
+        behind = mean(best) - mean(ours)
+        noise = max(noise_of(ours, best), 0.0)
+        near = behind <= noise
+        all_near &= near
+        what = "the best" if best is ours else f"{100 * behind:.1f} points below {name(best)}"
+        bound = "" if best is ours else f" (noise: {100 * noise:.1f})"
+        parts.append(f"alpha {ours.label('alpha')}: {what}{bound}")
+    return f"{verdict(all_near)}: {'; '.join(parts)}"
+
+
+def degradation(settings: Sequence[Setting]) -> str:
+    """Return what every method loses from the largest alpha to the smallest."""
+    groups = panels(settings, "alpha")
+    alphas = sorted(float(panel[0].label("alpha")) for panel in groups)
+    by_alpha = {float(panel[0].label("alpha")): panel for panel in groups}
+    low, high = by_alpha[alphas[0]], by_alpha[alphas[-1]]
+    lost = {name(one): mean(named(high, name(one))) - mean(one) for one in low}
+    others = [value for method, value in lost.items() if method != OURS]
+    shows = lost[OURS] <= statistics.median(others)
+    texts = ", ".join(f"{method} {100 * value:.1f}" for method, value in sorted(
+        lost.items(), key=lambda item: item[1]))  # fmt: skip
+    return (
+        f"{verdict(shows)}: points lost from alpha {alphas[-1]:g} to {alphas[0]:g}: {texts} "
+        "(shown if FedFrozen loses no more than the median of the others)"
+    )
+
+
+def savings(settings: Sequence[Setting]) -> str:
+    """Return bytes and seconds of FedFrozen over FedAvg's, over all alphas and seeds."""
+    ours = [line for one in settings if name(one) == OURS for run in one.metrics for line in run]
+    frozen = [line for line in ours if line.phase == "frozen"]
+    first = min(line.round for line in frozen)
+    plain = [
+        line for one in settings if name(one) == PLAIN for run in one.metrics for line in run
+        if line.round >= first
+    ]  # fmt: skip
+    up = mean_of(line.bytes_up for line in frozen) / mean_of(line.bytes_up for line in plain)
+    trained = mean_of(line.seconds_train for line in frozen)
+    trained /= mean_of(line.seconds_train for line in plain)
+    clock = mean_of(line.seconds_total for line in frozen)
+    clock /= mean_of(line.seconds_total for line in plain)
+    whole = [result.up for one in settings if name(one) == OURS for result in one.results]
+    of_plain = [result.up for one in settings if name(one) == PLAIN for result in one.results]
+    run = statistics.mean(whole) / statistics.mean(of_plain)
+    return (
+        f"a frozen round uploads {up:.3f} of FedAvg's bytes (the whole run {run:.3f}), trains in "
+        f"{trained:.2f} of its seconds and takes {clock:.2f} of its time on the clock"
+    )
+
+
+def step_sizes(settings: Sequence[Setting]) -> str:
+    """Return the validation accuracy of every method at every step size."""
+    steps = sorted({one.label("lr") for one in settings}, key=float)
+    lines = [
+        row(["method", *(f"lr {step}" for step in steps)]),
+        row(["---", *["---:"] * len(steps)]),
+    ]
+    for method, found in validated(settings).items():
+        best = best_step(found)
+        texts = [
+            f"**{found[step]:.4f}**" if step == best else f"{found[step]:.4f}" for step in steps
+        ]
+        lines.append(row([method, *texts]))
+    return "\n".join(lines) + "\n"
+
+
+def validated(settings: Sequence[Setting]) -> dict[str, dict[str, float]]:
+    """Return the last validation accuracy by method and step size; of what diverged, 0."""
+    found: dict[str, dict[str, float]] = {}
+    for one in settings:
+        last = [line.validation_accuracy or 0.0 for run in one.metrics for line in run[-1:]]
+        sound = not any(result.diverged for result in one.results)
+        found.setdefault(name(one), {})[one.label("lr")] = statistics.mean(last) if sound else 0.0
+    return found
+
+
+def best_step(found: dict[str, float]) -> str:
+    """Return the step size with the best accuracy, of equal ones the smallest."""
+    return max(found, key=lambda step: (found[step], -float(step)))
+
+
+# --- the warm-up's length ---------------------------------------------------------------
+def warmup(runs: Path, pictures: Path) -> str:
+    """Return the section about when to freeze."""
+    settings = read_settings([runs / "warmup-small"])
+    figures.draw_bandwidth(settings, [pictures / "warmup-small.png"])
+    return "\n".join([
+        "## How long to warm up\n",
+        tables.markdown(settings),
+        f"{tables.NOTE} {NOISE}\n\n{said(settings)}\n",
+        claim_table([(
+            "freezing too early leaves a poor kernel, too late exposes it to drift (shown in the "
+            "paper by simulation)", interior(settings),
+        )]),
+        "![accuracy against bytes](results/warmup-small.png)\n",
+        provenance(settings),
+    ])  # fmt: skip
+
+
+def interior(settings: Sequence[Setting]) -> str:
+    """Return whether some ratio between none and all is best, and by how much."""
+    by_ratio = {float(one.label("warmup-ratio")): one for one in settings}
+    best = max(by_ratio, key=lambda ratio: mean(by_ratio[ratio]))
+    ends = [by_ratio[min(by_ratio)], by_ratio[max(by_ratio)]]
+    over = [mean(by_ratio[best]) - mean(end) for end in ends]
+    noise = [noise_of(by_ratio[best], end) for end in ends]
+    shows = all(gain > bound for gain, bound in zip(over, noise, strict=True))
+    return (
+        f"{verdict(shows)}: the best ratio is {best:g}, {100 * over[0]:.1f} points over no warm-up "
+        f"(noise: {100 * noise[0]:.1f}) and {100 * over[1]:.1f} over no freeze (noise: "
+        f"{100 * noise[1]:.1f})"
+    )
+
+
+# --- FEMNIST ----------------------------------------------------------------------------
+def femnist(runs: Path, pictures: Path) -> str:
+    """Return the section about clients who are writers, and about label skew on them."""
+    settings = read_settings([runs / "femnist-small"])
+    return "\n".join([
+        "## FEMNIST: writers as clients, and label skew\n",
+        tables.markdown(settings),
+        f"{tables.NOTE} {NOISE}\n\n{said(settings)}\n",
+        claim_table([("FedFrozen is comparable to FedAvg", " / ".join(
+            comparable_to_plain(panel) for panel in panels(settings, "partition")))]),
+        provenance(settings),
+    ])  # fmt: skip
+
+
+def comparable_to_plain(panel: Sequence[Setting]) -> str:
+    """Return FedFrozen's distance to FedAvg."""
+    ours, plain = named(panel, OURS), named(panel, PLAIN)
+    gain, noise = mean(ours) - mean(plain), noise_of(ours, plain)
+    return (
+        f"{ours.label('partition')}: {verdict(gain >= -noise)}, {100 * gain:+.1f} points "
+        f"(noise: {100 * noise:.1f})"
+    )
+
+
+# --- parts ------------------------------------------------------------------------------
+def panels(settings: Sequence[Setting], label: str) -> list[list[Setting]]:
+    """Return the settings that have the same value of a label, by that value."""
+    assert label in label_names(settings), label
+    groups = panels_of(settings, "method").values()
+    return [list(group) for group in sorted(groups, key=lambda group: group[0].label(label))]
+
+
+def name(setting: Setting) -> str:
+    """Return the method of a setting."""
+    return setting.label("method")
+
+
+def named(settings: Sequence[Setting], method: str) -> Setting:
+    """Return the setting of a method."""
+    return next(one for one in settings if name(one) == method)
+
+
+def mean(setting: Setting) -> float:
+    """Return the mean accuracy over seeds."""
+    return statistics.mean(tables.qualities(setting))
+
+
+def noise_of(one: Setting, other: Setting) -> float:
+    """Return two standard errors of the difference of two accuracies.
+
+    Over seeds where both have two or more, else over the test images of one seed.
+    """
+    samples = [tables.qualities(each) for each in (one, other)]
+    if min(map(len, samples)) > 1:
+        return 2 * math.sqrt(sum(statistics.variance(each) / len(each) for each in samples))
+    tested = json.loads((one.runs[0].path / "partition.json").read_text())["num_test_examples"]
+    rates = [statistics.mean(each) for each in samples]
+    return 2 * math.sqrt(sum(rate * (1 - rate) / tested for rate in rates))
+
+
+def mean_of(values: Iterable[float]) -> float:
+    """Return a mean."""
+    return statistics.mean(values)
+
+
+def verdict(shows: bool) -> str:
+    """Return what a claim came to."""
+    return "shows" if shows else "**not shown**"
+
+
+def said(settings: Sequence[Setting]) -> str:
+    """Return whether these runs are one comparison."""
+    return statement([run for one in settings for run in one.runs])
+
+
+def claim_table(claims: Iterable[tuple[str, str]]) -> str:
+    """Return the paper's claims beside what came out here."""
+    return "\n".join([row(["claim", "here"]), row(["---", "---"]), *map(row, claims)]) + "\n"
+
+
+def row(cells: Iterable[str]) -> str:
+    """Return a row of a table."""
+    return f"| {' | '.join(cells)} |"
+
+
+def write_page(runs: Path, docs: Path) -> Path:
+    """Write results.md and its pictures to a folder and return the page's path."""
+    pictures = docs / "results"
+    pictures.mkdir(parents=True, exist_ok=True)
+    sections = [make(runs, pictures) for make in (table_4_2, warmup, femnist)]
+    (page := docs / "results.md").write_text(HEAD + "\n".join(sections))
+    return page
+
+
+def main() -> None:
+    """Keep what is asked for and write the page."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--keep", nargs="*", type=Path, default=[], metavar="SWEEP_FOLDER")
+    for sweep in parser.parse_args().keep:
+        keep(sweep, RUNS)
+    print(write_page(RUNS, DOCS))
+
+
+if __name__ == "__main__":
+    main()

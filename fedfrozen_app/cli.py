@@ -202,7 +202,7 @@ def sweep(
             raise ConfigError(f"sweep takes one file with a [sweep], got {files or 'none'}")
         pairs = parse_overrides([*(word for word in words if "=" in word), *(overrides or [])])
         grid = read_sweep(Path(files[0]), pairs, only=parse_only(only or []), out=out)
-        failures = print_plan(grid, console) if dry_run else run_sweep(grid, console, jobs)
+        failures = (print_plan if dry_run else run_sweep)(grid, console, jobs)
     except ConfigError as error:
         fail(str(error), 2)
     except OSError as error:

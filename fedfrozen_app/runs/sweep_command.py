@@ -18,12 +18,12 @@ from fedfrozen_app.runs.sweep_table import plan_summary, plan_table, result_tabl
 WIDEST = 1000
 
 
-def print_plan(sweep: Sweep, console: Console) -> dict[str, str]:
+def print_plan(sweep: Sweep, console: Console, jobs: int) -> dict[str, str]:
     """Print the runs and what they come to; nothing fails."""
     finished = sweep.finished()
     print_whole(plan_table(sweep, finished), console)
     todo = [cell for cell in sweep.cells if cell.name not in finished]
-    print_whole(progress(finished, len(sweep.cells), todo), console)
+    print_whole(progress(finished, len(sweep.cells), todo, jobs), console)
     return {}
 
 
@@ -40,7 +40,7 @@ def run_sweep(sweep: Sweep, console: Console, jobs: int) -> dict[str, str]:
     check_models(todo)
     sweep.write_labels()
     total, done = len(sweep.cells), len(finished)
-    print_whole(progress(finished, total, todo), console)
+    print_whole(progress(finished, total, todo, jobs), console)
     with shown(console, total, done, jobs) as watch:
         failures = run_cells(todo, sweep.out, jobs=jobs, watch=watch)
     finished = sweep.finished()
@@ -51,10 +51,10 @@ def run_sweep(sweep: Sweep, console: Console, jobs: int) -> dict[str, str]:
     return failures
 
 
-def progress(finished: Mapping[str, RunFolder], total: int, todo: Sequence[Cell]) -> str:
+def progress(finished: Mapping[str, RunFolder], total: int, todo: Sequence[Cell], jobs: int) -> str:
     """Return how many runs are done and what is left."""
     line = f"{len(finished)} of {total} runs are done"
-    return f"{line}, {plan_summary(todo, finished.values())}" if todo else line
+    return f"{line}, {plan_summary(todo, finished.values(), jobs)}" if todo else line
 
 
 def check_models(cells: Sequence[Cell]) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
-from fedfrozen_app.config import RunConfig
+from fedfrozen_app.config import RunConfig, available_cores
 from fedfrozen_app.models.head import never_trained
 from fedfrozen_app.models.latent import mapped_entries
 from fedfrozen_app.models.registry import create_model
@@ -73,17 +73,25 @@ def _active_bytes(selection: Selection) -> int:
 
 
 def examples_per_second(finished: Iterable[RunFolder]) -> float | None:
-    """Return how fast finished runs were, tests and all; None where nothing is known."""
+    """Return the examples that finished runs trained on in a second of one thread, tests and all.
+
+    None where nothing is known.
+    """
     examples, seconds = 0, 0.0
     for folder in finished:
         config = stored_config(folder)
         each = examples_per_round(config) if config is not None else None
-        if each is None:
+        if config is None or each is None:
             continue
         lines = folder.metrics()
         examples += each * (len(lines) - 1)
-        seconds += sum(line.seconds_total for line in lines)
+        seconds += threads_of(config) * sum(line.seconds_total for line in lines)
     return examples / seconds if seconds > 0 else None
+
+
+def threads_of(config: RunConfig, jobs: int = 1) -> int:
+    """Return the threads that ``jobs`` runs at once keep busy."""
+    return min(available_cores(), max(jobs, config.resolved_threads * config.jobs))
 
 
 def total_examples(configs: Sequence[RunConfig]) -> int | None:

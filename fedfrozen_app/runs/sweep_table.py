@@ -17,6 +17,7 @@ from fedfrozen_app.runs.sweep_cost import (
     examples_per_round,
     examples_per_second,
     payload,
+    threads_of,
     total_examples,
 )
 from fedfrozen_app.runs.sweep_progress import clock
@@ -178,8 +179,11 @@ def state(folder: RunFolder | None) -> str:
     return "diverged" if has_diverged(folder) else "done"
 
 
-def plan_summary(cells: Sequence[Cell], finished: Iterable[RunFolder] = ()) -> str:
-    """Return how much there is to do in cells that are not done, and how long that may take."""
+def plan_summary(cells: Sequence[Cell], finished: Iterable[RunFolder] = (), jobs: int = 1) -> str:
+    """Return how much there is to do in cells that are not done, and how long that may take.
+
+    The time is what it takes ``jobs`` at once, at the speed of the runs that are done.
+    """
     configs = [cell.config for cell in cells]
     trainings = sum(config.rounds * cohort(config) for config in configs)
     parts = [
@@ -189,6 +193,7 @@ def plan_summary(cells: Sequence[Cell], finished: Iterable[RunFolder] = ()) -> s
     if (total := total_examples(configs)) is not None:
         parts.append(f"up to {total:,} examples")
         if (speed := examples_per_second(finished)) is not None:
+            speed *= min(threads_of(config, jobs) for config in configs)
             parts.append(f"{clock(total / speed)} at the {speed:,.0f} a second of the runs done")
     sent = [payload(config) for config in configs]
     if None not in sent:

@@ -9,6 +9,7 @@ import pytest
 
 from fedfrozen_app.config import ConfigError, RunConfig
 from fedfrozen_app.config_input import format_override, parse_overrides
+from fedfrozen_app.runs import sweep_cost
 from fedfrozen_app.runs.finished import has_diverged, identity, is_finished
 from fedfrozen_app.runs.store import RoundMetrics, RunFolder
 from fedfrozen_app.runs.sweep import Sweep, parse_only, read_sweep, safe_name
@@ -371,7 +372,10 @@ def test_numbers_have_three_digits() -> None:
     assert spread([1.0], 2) == "1.00" and spread([], 2) == "-"
 
 
-def test_the_plan_counts_rounds_clients_and_examples(tmp_path: Path) -> None:
+def test_the_plan_counts_rounds_clients_and_examples(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sweep_cost, "available_cores", lambda: 2)
     text = swept("seed = [1, 2]", "rounds = 3\nnum-clients = 7\nfraction-train = 0.5")
     steps = sweep_of(tmp_path, text, {"local-steps": 5, "batch-size": 11})
     config = steps.cells[0].config
@@ -384,6 +388,8 @@ def test_the_plan_counts_rounds_clients_and_examples(tmp_path: Path) -> None:
     # two rounds of 165 examples and the test before them took 30 s
     said = "90 s at the 11 a second of the runs done"
     assert said in plan_summary(steps.cells, [done]).replace("2 min", "90 s")
+    for jobs in (2, 3):  # two cores, one thread each
+        assert "45 s at the 22 a second" in plan_summary(steps.cells, [done], jobs)
     epochs = sweep_of(tmp_path, text, {"max-train-examples": 700, "public-fraction": 0.15})
     assert examples_per_round(epochs.cells[0].config) == 510  # 595 rows, 2 epochs, 3 of 7
     everything = sweep_of(tmp_path, text)

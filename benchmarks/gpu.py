@@ -31,6 +31,7 @@ from fedfrozen_app.config import RunConfig
 from fedfrozen_app.data.datasets import ImageDataset, ImageSplit
 from fedfrozen_app.engine import rounds
 from fedfrozen_app.engine.local_grid import LocalGrid
+from fedfrozen_app.engine.start import checked_strategy
 from fedfrozen_app.models.registry import create_model
 from fedfrozen_app.seeds import torch_generator
 from fedfrozen_app.training import worker as workers
@@ -111,7 +112,7 @@ def config_of(args: argparse.Namespace, model: str, batch_size: int, folder: str
 
 def federated(config: RunConfig, worker: workers.Worker, grid: LocalGrid) -> tuple[Any, list[Any]]:
     """Return what does a round of the engine, and where its model lies."""
-    strategy = rounds.checked_strategy(config, worker)
+    strategy = checked_strategy(config, worker)
     model: list[ArrayRecord] = [to_record(worker.initial_weights())]
 
     def run(server_round: int) -> None:

@@ -24,6 +24,7 @@ from fedfrozen_app.config import RunConfig
 from fedfrozen_app.data.images import ImageExamples
 from fedfrozen_app.engine import local_grid, rounds
 from fedfrozen_app.engine.local_grid import LocalGrid
+from fedfrozen_app.engine.start import prepare
 from fedfrozen_app.runs.store import RoundMetrics, RunFolder
 from fedfrozen_app.strategies import replies
 from fedfrozen_app.strategies.base import ServerRule
@@ -105,7 +106,7 @@ def profile(
         ended[0] = clock()
 
     ended = [0.0]
-    worker, _ = rounds.prepare(config)
+    worker, _ = prepare(config)
     with LocalGrid(rounds.CLIENT_APP, worker.num_clients, config.to_mapping()) as grid:
         rounds.run_federation(config, grid, on_round)
     counted = config.rounds - skipped

@@ -30,10 +30,10 @@ import logging
 logging.getLogger("flwr").setLevel(logging.WARNING)
 from fedfrozen_app.cli import load_config
 from fedfrozen_app.engine.local_grid import LocalGrid
-from fedfrozen_app.engine import rounds
+from fedfrozen_app.engine import rounds, start
 marks["fedfrozen"] = age()
 config = load_config(None, sys.argv[1:])
-worker, _ = rounds.prepare(config)
+worker, _ = start.prepare(config)
 marks["data and model"] = age()
 def first(*args, **kwargs):
     marks["first step"] = age()

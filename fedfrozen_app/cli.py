@@ -112,7 +112,8 @@ def show_own_log() -> None:
 def run_here(config: RunConfig) -> Path:
     """Run in this process and return the run folder."""
     from fedfrozen_app.engine.local_grid import LocalGrid
-    from fedfrozen_app.engine.rounds import CLIENT_APP, prepare, run_federation
+    from fedfrozen_app.engine.rounds import CLIENT_APP, run_federation
+    from fedfrozen_app.engine.start import prepare
     from fedfrozen_app.runs.store import RoundMetrics
     from fedfrozen_app.runs.summary import quality
 
@@ -143,7 +144,7 @@ def run_here(config: RunConfig) -> Path:
 def run_flower(config: RunConfig) -> Path:
     """Run through Flower's own runtime and return the run folder."""
     from fedfrozen_app.engine.flower import run_with_flower
-    from fedfrozen_app.engine.rounds import prepare
+    from fedfrozen_app.engine.start import prepare
     from fedfrozen_app.runs.store import RunFolder, free_name
 
     prepare(config)  # what is wrong is said here, not by a process of Flower's runtime

@@ -15,7 +15,8 @@ from safetensors.torch import load_file
 from contenders.conductor import Conductor
 from fedfrozen_app.config import RunConfig
 from fedfrozen_app.engine.local_grid import LocalGrid
-from fedfrozen_app.engine.rounds import CLIENT_APP, prepare, run_federation
+from fedfrozen_app.engine.rounds import CLIENT_APP, run_federation
+from fedfrozen_app.engine.start import prepare
 from fedfrozen_app.runs.store import MODEL, RoundMetrics
 
 

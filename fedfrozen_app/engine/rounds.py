@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from logging import ERROR, INFO, WARNING
 from pathlib import Path
@@ -12,82 +12,34 @@ from flwr.app import ArrayRecord, ConfigRecord, Message
 from flwr.serverapp import Grid
 from flwr.supercore import log
 
-from fedfrozen_app.config import ConfigError, RunConfig
-from fedfrozen_app.data.partition import partition_report
+from fedfrozen_app.config import RunConfig
 from fedfrozen_app.disk import explained
 from fedfrozen_app.engine.client_tests import ClientTests
-from fedfrozen_app.engine.roster import Roster
 from fedfrozen_app.engine.snapshot import Snapshot
-from fedfrozen_app.models.head import METADATA_KEY, never_trained
-from fedfrozen_app.models.registry import model_spec
-from fedfrozen_app.models.weights import check_weights
+from fedfrozen_app.engine.start import begin, initial_model, prepare, smallest_bytes
+from fedfrozen_app.models.head import METADATA_KEY
 from fedfrozen_app.runs.checkpoint import (
     FOLDER,
-    KEPT,
     Checkpoint,
     read_checkpoint,
     remove_checkpoints,
     write_checkpoint,
 )
-from fedfrozen_app.runs.store import GO_ON, OnRound, RoundMetrics, RunFolder, check_free, check_room
-from fedfrozen_app.runs.trackers import check_tracker, tracked
-from fedfrozen_app.strategies import FedFrozen, FreezeSchedule, QuorumError
+from fedfrozen_app.runs.store import GO_ON, OnRound, RoundMetrics, RunFolder, check_room
+from fedfrozen_app.runs.trackers import tracked
+from fedfrozen_app.strategies import FedFrozen, QuorumError
 from fedfrozen_app.strategies.base import ServerRule
-from fedfrozen_app.strategies.latent import FedFrozenLatent, LatentConfig
-from fedfrozen_app.strategies.rules import build_rule
+from fedfrozen_app.strategies.latent import FedFrozenLatent
 from fedfrozen_app.training.local import perplexity
-from fedfrozen_app.training.worker import Worker, resident
-from fedfrozen_app.transport.arrays import to_record, to_tensors
+from fedfrozen_app.training.worker import Worker
+from fedfrozen_app.transport.arrays import to_tensors
 from fedfrozen_app.transport.client_state import forget
-from fedfrozen_app.transport.frozen_cache import digest
 from fedfrozen_app.transport.ledger import LedgerGrid, payload_bytes
 from fedfrozen_app.transport.payload import PERSONALISE, client_of
 
 CLIENT_APP = "fedfrozen_app.client_app:app"
 Quality = tuple[float | None, float | None]  # loss and accuracy
 UNTESTED: Quality = (None, None)
-
-
-def build_strategy(config: RunConfig, worker: Worker) -> FedFrozen:
-    """Return the config's rule inside the config's freeze (none = a warm-up without end)."""
-    with_data = {
-        client: len(rows) for client, rows in enumerate(worker.partition.clients) if len(rows)
-    }
-    rule = build_rule(
-        config,
-        num_clients=len(with_data),
-        seed=config.seed,
-        members=Roster(worker.num_clients, with_data),
-        work={} if config.resolved_local_steps else with_data,
-        min_replies=config.min_replies,
-        buffers=worker.buffers,
-        compression=config.compression,
-        broadcast=config.broadcast,
-        max_update_norm=config.max_update_norm,
-        oversized_updates=config.oversized_updates,
-        fraction_train=config.fraction_train,
-        # Flower warns of a 0, and nobody is asked then
-        fraction_evaluate=config.fraction_evaluate or 1.0,
-        min_evaluate_nodes=1,
-        evaluate_metrics_aggr_fn=ClientTests(),
-        min_train_nodes=1,
-        min_available_nodes=1,
-    )
-    schedule = FreezeSchedule.warmup(
-        config.resolved_warmup_rounds,
-        config.resolved_frozen,
-        always=never_trained(config.head, worker.entries),
-    )
-    if config.strategy != "latent":
-        return FedFrozen(rule, schedule=schedule, value_l2=config.value_l2)
-    latent = LatentConfig(
-        dim=config.latent_dim,
-        rank=config.latent_rank,
-        generator=config.generator,
-        memory=config.generator_memory,
-        seed=config.seed,
-    )
-    return FedFrozenLatent(rule, schedule=schedule, latent=latent, bits=config.latent_bits)
 
 
 def finish_round(
@@ -303,74 +255,6 @@ class Federation:
         if not self.strategy.is_frozen(server_round):
             return "warmup"
         return "latent" if self.config.strategy == "latent" else "frozen"
-
-
-def prepare(config: RunConfig) -> tuple[Worker, FedFrozen]:
-    """Check what can be checked at once, load data and model, check the stages of the freeze.
-
-    Raises
-    ------
-    ConfigError
-        For whatever the config asks that cannot be done.
-    """
-    model_spec(config)
-    check_weights(config)
-    check_tracker(config)
-    if not config.resume:
-        check_free(config)
-    worker = resident(config)
-    if not worker.dataset.has_test:
-        raise ConfigError(
-            f"data-dir={config.data_dir!r} has no test split, and the server tests the model; add "
-            "test*.parquet (or valid*.parquet) there"
-        )
-    return worker, checked_strategy(config, worker)
-
-
-def checked_strategy(config: RunConfig, worker: Worker) -> FedFrozen:
-    """Return the config's strategy; raise ConfigError if a stage cannot work with the model."""
-    strategy = build_strategy(config, worker)
-    try:
-        strategy.check(to_record(worker.model.state_dict()))
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
-    return strategy
-
-
-def initial_model(worker: Worker, strategy: FedFrozen) -> ArrayRecord:
-    """Return the model a run starts from; raise ConfigError if latents cannot begin there."""
-    initial = worker.initial_weights()
-    if isinstance(strategy, FedFrozenLatent) and strategy.is_frozen(1):
-        try:
-            strategy.check_head(initial)
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
-    return to_record(initial)
-
-
-def start_report(worker: Worker, arrays: ArrayRecord) -> dict[str, Any]:
-    """Return what ``start.json`` holds: SHA-256 and size of the first model, the preprocessing."""
-    tensors = to_tensors(arrays)
-    size = sum(tensor.numel() for tensor in tensors.values())
-    return {
-        "model": {"sha256": digest(tensors), "entries": len(tensors), "numbers": size},
-        "preprocessing": {**asdict(worker.spec), "augment": worker.dataset.augment},
-    }
-
-
-def begin(folder: RunFolder, worker: Worker, arrays: ArrayRecord) -> None:
-    """Write down what a run starts from."""
-    folder.write_partition(partition_report(worker.partition, worker.dataset))
-    folder.write_start(start_report(worker, arrays))
-
-
-def smallest_bytes(config: RunConfig, arrays: ArrayRecord) -> int:
-    """Return what a run folder holds at once at the least: the model, and checkpoints of it."""
-    checkpoints = (
-        0 if config.checkpoint_every == 0 else (config.rounds - 1) // config.checkpoint_every
-    )
-    size = sum(tensor.nbytes for tensor in to_tensors(arrays).values())
-    return size * (1 + min(checkpoints, KEPT))
 
 
 def run_federation(config: RunConfig, grid: Grid, on_round: OnRound) -> RunFolder:

@@ -16,13 +16,9 @@ from flwr.app import ArrayRecord, ConfigRecord
 
 from fedfrozen_app.config import ConfigError, RunConfig, rounds_of_ratio
 from fedfrozen_app.engine.local_grid import LocalGrid
-from fedfrozen_app.engine.rounds import (
-    checked_strategy,
-    finish_round,
-    forget_clients,
-    initial_model,
-)
+from fedfrozen_app.engine.rounds import finish_round, forget_clients
 from fedfrozen_app.engine.snapshot import Snapshot
+from fedfrozen_app.engine.start import checked_strategy, initial_model
 from fedfrozen_app.strategies.fedfrozen import FedFrozen
 from fedfrozen_app.training.local import perplexity
 from fedfrozen_app.training.worker import Worker, resident

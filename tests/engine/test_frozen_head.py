@@ -10,7 +10,8 @@ import torch
 
 from fedfrozen_app.config import RunConfig
 from fedfrozen_app.engine.local_grid import LocalGrid
-from fedfrozen_app.engine.rounds import build_strategy, run_federation
+from fedfrozen_app.engine.rounds import run_federation
+from fedfrozen_app.engine.start import build_strategy
 from fedfrozen_app.models.head import METADATA_KEY
 from fedfrozen_app.models.registry import create_model
 from fedfrozen_app.models.selection import Selection

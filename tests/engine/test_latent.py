@@ -13,7 +13,7 @@ from flwr.app import ConfigRecord
 
 from fedfrozen_app.config import ConfigError, RunConfig
 from fedfrozen_app.engine.local_grid import LocalGrid
-from fedfrozen_app.engine.rounds import prepare
+from fedfrozen_app.engine.start import prepare
 from fedfrozen_app.models.latent import LatentMapping
 from fedfrozen_app.models.selection import Selection
 from fedfrozen_app.strategies import FedAvgM

@@ -13,8 +13,8 @@ import timm
 import torch
 
 from fedfrozen_app.config import ConfigError, RunConfig
-from fedfrozen_app.engine import rounds
-from fedfrozen_app.engine.rounds import prepare
+from fedfrozen_app.engine import start
+from fedfrozen_app.engine.start import prepare
 from fedfrozen_app.models.selection import Selection
 from fedfrozen_app.runs.store import RunFolder
 from fedfrozen_app.strategies import QuorumError
@@ -264,7 +264,7 @@ def test_an_existing_run_is_never_overwritten(
         Run(tmp_path, cache, run_name="mine", **keys)
     assert len(first.folder.metrics()) == 2
     with monkeypatch.context() as patch:  # it is refused before any data is read
-        patch.setattr(rounds, "resident", lambda config: pytest.fail("loaded"))
+        patch.setattr(start, "resident", lambda config: pytest.fail("loaded"))
         with pytest.raises(ConfigError, match="run-name='mine'"):
             prepare(first.config)
     names = [Run(tmp_path, cache, **keys).folder.path.name for _ in range(2)]

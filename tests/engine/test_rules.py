@@ -15,7 +15,8 @@ from fedfrozen_app.cli import app
 from fedfrozen_app.config import RunConfig
 from fedfrozen_app.engine.flower import run_with_flower
 from fedfrozen_app.engine.local_grid import LocalGrid
-from fedfrozen_app.engine.rounds import Federation, prepare
+from fedfrozen_app.engine.rounds import Federation
+from fedfrozen_app.engine.start import prepare
 from fedfrozen_app.runs.store import RunFolder
 from fedfrozen_app.strategies import FedFrozen, QuorumError, Scaffold
 from fedfrozen_app.strategies.rules import RULES

@@ -12,7 +12,8 @@ from torchvision.models import resnet18
 
 from fedfrozen_app.config import ConfigError, RunConfig
 from fedfrozen_app.engine.local_grid import LocalGrid
-from fedfrozen_app.engine.rounds import prepare, run_federation
+from fedfrozen_app.engine.rounds import run_federation
+from fedfrozen_app.engine.start import prepare
 from fedfrozen_app.models.registry import create_model, model_spec
 from fedfrozen_app.models.selection import Selection
 from fedfrozen_app.models.weights import load_weights

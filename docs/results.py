@@ -2,10 +2,11 @@
 
     python docs/results.py                                 write the page
     python docs/results.py --keep runs/table-4-2-small     keep a sweep's run folders first
+    python docs/results.py --base base.safetensors         keep what a base says of itself
 
 A kept run folder is a run folder without its model and checkpoint, its JSON without line breaks,
-and of every path in it the last part. Every figure and every verdict of the page is computed from
-these folders; the paper's claims are the only sentences that are not.
+and of every path in its config the last part. Every figure and every verdict of the page is
+computed from these folders; the paper's claims are the only sentences that are not.
 """
 
 import argparse
@@ -16,12 +17,13 @@ import statistics
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from safetensors import safe_open
+
 from fedfrozen_app.report import figures, tables
 from fedfrozen_app.report.provenance import provenance
 from fedfrozen_app.report.settings import Setting, label_names, panels_of, read_settings
 from fedfrozen_app.runs.comparison import statement
-from fedfrozen_app.runs.finished import has_result
-from fedfrozen_app.runs.store import CLIENTS, EARLY_END, FAILURE, METRICS, RunFolder
+from fedfrozen_app.runs.store import CLIENTS, EARLY_END, FAILURE, METRICS
 from fedfrozen_app.runs.sweep import LABELS_FILE
 
 DOCS = Path(__file__).resolve().parent
@@ -29,6 +31,7 @@ RUNS = DOCS / "results" / "runs"
 AS_THEY_ARE = (METRICS, CLIENTS, FAILURE, EARLY_END)
 COMPACT = ("config.json", "partition.json", "start.json")
 PATHS = ("data-dir", "weights", "run-dir", "cache-dir")
+BASE = "base.json"
 PLAIN, OURS = "fedavg", "fedfrozen"
 HEAD = """# What was run here
 
@@ -46,23 +49,28 @@ NOISE = (
 
 # --- what is kept -----------------------------------------------------------------------
 def keep(sweep: Path, to: Path) -> None:
-    """Copy the finished run folders of a sweep without models, compactly."""
-    labels, kept = json.loads((sweep / LABELS_FILE).read_text()), {}
-    for config in sorted(sweep.glob("*/config.json")):
-        run = config.parent
-        if not has_result(RunFolder(run)) or run.name not in labels:
-            continue
-        target = to / sweep.name / run.name
-        shutil.rmtree(target, ignore_errors=True)
-        target.mkdir(parents=True)
+    """Copy the finished run folders of a sweep without models, compactly, in place of earlier ones.
+
+    Raises
+    ------
+    ConfigError
+        If the folder holds no finished run of a sweep.
+    """
+    runs = [run for setting in read_settings([sweep]) for run in setting.runs]
+    labels = json.loads((sweep / LABELS_FILE).read_text())
+    target = to / sweep.name
+    shutil.rmtree(target, ignore_errors=True)
+    for run in runs:
+        copy = target / run.path.name
+        copy.mkdir(parents=True)
         for name in COMPACT:
-            content = without_folders(json.loads((run / name).read_text()))
-            (target / name).write_text(json.dumps(content, separators=(",", ":")) + "\n")
+            content = without_folders(json.loads((run.path / name).read_text()))
+            (copy / name).write_text(json.dumps(content, separators=(",", ":")) + "\n")
         for name in AS_THEY_ARE:
-            if (run / name).exists():
-                shutil.copyfile(run / name, target / name)
-        kept[run.name] = labels[run.name]
-    (to / sweep.name / LABELS_FILE).write_text(json.dumps(kept) + "\n")
+            if (run.path / name).exists():
+                shutil.copyfile(run.path / name, copy / name)
+    kept = {run.path.name: labels[run.path.name] for run in runs}
+    (target / LABELS_FILE).write_text(json.dumps(kept) + "\n")
 
 
 def without_folders(content: object) -> object:
@@ -73,6 +81,22 @@ def without_folders(content: object) -> object:
         key: Path(value).name if key in PATHS and value else without_folders(value)
         for key, value in content.items()
     }
+
+
+def keep_base(weights: Path, to: Path) -> None:
+    """Write down the header of a weights file that ``fedfrozen pretrain`` wrote."""
+    with safe_open(weights, "pt") as file:
+        (to / BASE).write_text(json.dumps(file.metadata(), sort_keys=True) + "\n")
+
+
+def base(runs: Path) -> str:
+    """Return what the small experiments begin with."""
+    told = json.loads((runs / BASE).read_text())
+    return (
+        f"All begin with one {told['model']}, pretrained on {told['dataset']} for "
+        f"{told['epochs']} epochs (accuracy there {float(told['test_accuracy']):.4f}) by the "
+        "command at the head of `experiments/fedfrozen/table-4-2-small.toml`.\n"
+    )
 
 
 # --- FedFrozen's Table 4.2 --------------------------------------------------------------
@@ -107,7 +131,8 @@ def comparable(settings: Sequence[Setting]) -> str:
     parts, all_near = [], True
     for panel in panels(settings, "alpha"):
         ours = named(panel, OURS)
-        best = max(panel, key=lambda one: (mean(one), one is ours))
+        sound = [one for one in panel if not one.has_diverged]
+        best = max(sound, key=lambda one: (mean(one), one is ours))
         behind = mean(best) - mean(ours)
         noise = max(noise_of(ours, best), 0.0)
         near = behind <= noise
@@ -159,34 +184,37 @@ def savings(settings: Sequence[Setting]) -> str:
 
 
 def step_sizes(settings: Sequence[Setting]) -> str:
-    """Return the validation accuracy of every method at every step size."""
+    """Return the validation accuracy of every method at every step size, each one's best bold."""
     steps = sorted({one.label("lr") for one in settings}, key=float)
-    lines = [
-        row(["method", *(f"lr {step}" for step in steps)]),
-        row(["---", *["---:"] * len(steps)]),
-    ]
-    for method, found in validated(settings).items():
-        best = best_step(found)
-        texts = [
-            f"**{found[step]:.4f}**" if step == best else f"{found[step]:.4f}" for step in steps
-        ]
-        lines.append(row([method, *texts]))
-    return "\n".join(lines) + "\n"
-
-
-def validated(settings: Sequence[Setting]) -> dict[str, dict[str, float]]:
-    """Return the last validation accuracy by method and step size; of what diverged, 0."""
-    found: dict[str, dict[str, float]] = {}
+    by_strategy: dict[str, list[Setting]] = {}
     for one in settings:
-        last = [line.validation_accuracy or 0.0 for run in one.metrics for line in run[-1:]]
-        sound = not any(result.diverged for result in one.results)
-        found.setdefault(name(one), {})[one.label("lr")] = statistics.mean(last) if sound else 0.0
-    return found
+        by_strategy.setdefault(strategy(one), []).append(one)
+    best = {place_of_best(group) for group in by_strategy.values()}
+    texts = {}
+    for one in settings:
+        mark = "**" if (name(one), one.label("lr")) in best else ""
+        texts[name(one), one.label("lr")] = f"{mark}{validated(one):.4f}{mark}"
+    lines = [["method", *(f"lr {step}" for step in steps)], ["---", *["---:"] * len(steps)]]
+    for method in dict.fromkeys(map(name, settings)):
+        lines.append([method, *(texts.get((method, step), "-") for step in steps)])
+    return "\n".join(map(row, lines)) + "\n"
 
 
-def best_step(found: dict[str, float]) -> str:
-    """Return the step size with the best accuracy, of equal ones the smallest."""
-    return max(found, key=lambda step: (found[step], -float(step)))
+def strategy(setting: Setting) -> str:
+    """Return the config key of that name."""
+    return str(setting.runs[0].config()["config"]["strategy"])
+
+
+def validated(setting: Setting) -> float:
+    """Return the last accuracy on the validation share; of what diverged, 0."""
+    last = [lines[-1].validation_accuracy or 0.0 for lines in setting.metrics]
+    return 0.0 if setting.has_diverged else statistics.mean(last)
+
+
+def place_of_best(settings: Sequence[Setting]) -> tuple[str, str]:
+    """Return method and step size of the best accuracy, of equal ones the smallest step."""
+    best = max(settings, key=lambda one: (validated(one), -float(one.label("lr"))))
+    return name(best), best.label("lr")
 
 
 # --- the warm-up's length ---------------------------------------------------------------
@@ -311,7 +339,7 @@ def write_page(runs: Path, docs: Path) -> Path:
     """Write results.md and its pictures to a folder and return the page's path."""
     pictures = docs / "results"
     pictures.mkdir(parents=True, exist_ok=True)
-    sections = [make(runs, pictures) for make in (table_4_2, warmup, femnist)]
+    sections = [base(runs), *(make(runs, pictures) for make in (table_4_2, warmup, femnist))]
     (page := docs / "results.md").write_text(HEAD + "\n".join(sections))
     return page
 
@@ -322,8 +350,12 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--keep", nargs="*", type=Path, default=[], metavar="SWEEP_FOLDER")
-    for sweep in parser.parse_args().keep:
+    parser.add_argument("--base", type=Path, metavar="WEIGHTS_FILE")
+    asked = parser.parse_args()
+    for sweep in asked.keep:
         keep(sweep, RUNS)
+    if asked.base:
+        keep_base(asked.base, RUNS)
     print(write_page(RUNS, DOCS))
 
 

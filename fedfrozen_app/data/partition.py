@@ -62,9 +62,16 @@ def _with_client_tests(config: RunConfig, partition: Partition) -> Partition:
     fraction, kept, tests = config.client_test_fraction, [], []
     for client, rows in enumerate(partition.clients):
         generator = numpy_generator(config.seed, "client-test", client)
-        held_out = generator.permutation(len(rows)) < round(fraction * len(rows))
+        size = min(round(fraction * len(rows)), len(rows) - 1)  # one is left to train on
+        held_out = generator.permutation(len(rows)) < size
         tests.append(rows[held_out])
         kept.append(rows[~held_out])
+    if config.partitioner != "local" and not any(map(len, tests)):
+        most = max(map(len, partition.clients), default=0)
+        raise ConfigError(
+            f"client-test-fraction={fraction} leaves no client an example to test on, as none has "
+            f"more than {most}; raise it, give clients more, or take fraction-evaluate=0"
+        )
     settings = {**partition.settings, "client-test-fraction": fraction}
     return replace(partition, clients=tuple(kept), client_tests=tuple(tests), settings=settings)
 

@@ -1,6 +1,7 @@
 """What the rounds of a setting came to, as numbers to draw."""
 
 import json
+import math
 import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -14,14 +15,14 @@ Pick = Callable[[RoundMetrics], float | None]
 NOT_FROZEN = ("start", "warmup", "full")
 
 
-def curve(setting: Setting, pick: Pick = lambda line: line.quality) -> Curve:
+def curve(setting: Setting, pick: Pick | None = None) -> Curve:
     """Return a measure of a setting's rounds over its runs.
 
     Keys: ``round``; ``bytes``, the payload that one client sent and received so far; ``mean`` and
     ``std`` of the measure, by default accuracy, of text perplexity. Rounds that one of the runs
     lacks are left out.
     """
-    runs = [_measured(lines, pick) for lines in setting.metrics]
+    runs = [_measured(lines, pick or setting.quality) for lines in setting.metrics]
     rounds = sorted(set.intersection(*(set(run) for run in runs)))
     values = [[run[index][1] for run in runs] for index in rounds]
     return {
@@ -30,6 +31,22 @@ def curve(setting: Setting, pick: Pick = lambda line: line.quality) -> Curve:
         "mean": [statistics.mean(each) for each in values],
         "std": [statistics.stdev(each) if len(each) > 1 else 0.0 for each in values],
     }
+
+
+def end_point(setting: Setting) -> tuple[float, float, float] | None:
+    """Return bytes of one client, mean and std of the quality where each run ended.
+
+    None where a run diverged, was not tested after its first bytes, or came to no number.
+    """
+    if setting.has_diverged:
+        return None
+    ends = [list(_measured(lines, setting.quality).values())[-1:] for lines in setting.metrics]
+    points = [end[0] for end in ends if end and end[0][0] > 0 and math.isfinite(end[0][1])]
+    if len(points) < len(ends):
+        return None
+    spent, qualities = zip(*points, strict=True)
+    std = statistics.stdev(qualities) if len(points) > 1 else 0.0
+    return statistics.mean(spent), statistics.mean(qualities), std
 
 
 def _measured(lines: list[RoundMetrics], pick: Pick) -> dict[int, tuple[float, float]]:

@@ -11,6 +11,7 @@ from fedfrozen_app.report.curves import (
     class_shares,
     client_measures,
     curve,
+    end_point,
     freeze_round,
     timing,
 )
@@ -37,6 +38,8 @@ def new_figure(columns: int = 1) -> "tuple[Figure, Any]":
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+
+    plt.rc("text", parse_math=False)  # a label may hold a dollar sign
 
     size = SIZE if columns == 1 else (1.0 + 4.6 * columns, 4.0)
     return plt.subplots(1, columns, figsize=size, sharey=True, squeeze=False, layout="constrained")
@@ -79,7 +82,7 @@ def draw_bandwidth(
         _draw_by_bytes(axis, curves)
         axis.set_title(panel)
     axes[0][0].set_ylabel(quality_name(settings))
-    axes[0][-1].legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+    _legend(axes[0][-1], loc="center left", bbox_to_anchor=(1.0, 0.5))
     save(figure, paths)
     return drawn
 
@@ -109,7 +112,7 @@ def draw_curves(
         else:
             _mark_freeze(axis, curves[name(setting)], at, colour)
     axis.set_ylabel("test loss" if measure == "loss" else quality_name(settings))
-    axis.legend(fontsize="small", frameon=False)
+    _legend(axis, fontsize="small")
     return figure
 
 
@@ -137,25 +140,35 @@ def _draw_by_bytes(axis: "Axes", curves: Mapping[str, Curve]) -> dict[str, Any]:
     for name, values in curves.items():
         # a logarithmic axis has no place for the round before the first byte
         points = [index for index, spent in enumerate(values["bytes"]) if spent > 0]
+        if not points:  # broke off before
+            continue
         x, mean, std = ([values[key][i] for i in points] for key in ("bytes", "mean", "std"))
         colours[name] = _line(axis, name, [each / 1e6 for each in x], mean, std)
     starts = [values["mean"][0] for values in curves.values() if values["bytes"][:1] == [0.0]]
     if starts:
         axis.axhline(float(np.mean(starts)), color="0.5", linestyle=":", linewidth=1, label="start")
-    _megabytes(axis)
-    axis.grid(alpha=0.3)
+    _by_megabytes(axis, anything=bool(colours))
     return colours
 
 
-def _megabytes(axis: "Axes") -> None:
-    """Give the x axis a logarithmic scale with plain numbers."""
+def _by_megabytes(axis: "Axes", *, anything: bool) -> None:
+    """Give the x axis a logarithmic scale with plain numbers, if there is anything to draw."""
     from matplotlib.ticker import FuncFormatter, LogLocator
 
+    axis.set_xlabel(BYTES_LABEL)
+    axis.grid(alpha=0.3)
+    if not anything:
+        return
     axis.set_xscale("log")
     axis.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0), numticks=8))
     axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axis.xaxis.set_minor_formatter(FuncFormatter(lambda *_: ""))
-    axis.set_xlabel(BYTES_LABEL)
+
+
+def _legend(axis: "Axes", **more: Any) -> None:
+    """Say which colour is what, if there is any."""
+    if axis.get_legend_handles_labels()[0]:
+        axis.legend(frameon=False, **more)
 
 
 def _line(
@@ -170,24 +183,25 @@ def _line(
 
 # --- the rest ---------------------------------------------------------------------------
 def draw_pareto(settings: Sequence[Setting], name: Callable[[Setting], str]) -> "Figure":
-    """Draw each setting's last quality against a client's bytes, and who nobody beats in both."""
+    """Draw each setting's last quality against a client's bytes, and who nobody beats in both.
+
+    What diverged is not drawn.
+    """
     figure, axes = new_figure()
     axis = axes[0][0]
     points: list[tuple[float, float]] = []
     for setting in settings:
-        values = curve(setting)
-        if not values["mean"] or values["bytes"][-1] <= 0:
+        if (end := end_point(setting)) is None:
             continue
-        spent, quality = values["bytes"][-1] / 1e6, values["mean"][-1]
+        spent, quality, std = end[0] / 1e6, *end[1:]
         points.append((spent, quality))
-        axis.errorbar(spent, quality, yerr=values["std"][-1], marker="o", capsize=3,
-                      linestyle="", label=name(setting))  # fmt: skip
-    front = pareto_front(points, smaller_is_better=settings[0].is_text)
-    axis.step(*zip(*front, strict=True), where="post", color="0.5", linewidth=1, zorder=0)
-    _megabytes(axis)
+        axis.errorbar(spent, quality, yerr=std, marker="o", capsize=3, linestyle="",
+                      label=name(setting))  # fmt: skip
+    if front := pareto_front(points, smaller_is_better=settings[0].is_text):
+        axis.step(*zip(*front, strict=True), where="post", color="0.5", linewidth=1, zorder=0)
+    _by_megabytes(axis, anything=bool(points))
     axis.set_ylabel(quality_name(settings))
-    axis.grid(alpha=0.3)
-    axis.legend(fontsize="small", frameon=False)
+    _legend(axis, fontsize="small")
     return figure
 
 
@@ -218,7 +232,7 @@ def draw_timing(settings: Sequence[Setting]) -> "Figure":
     axis.tick_params(axis="y", labelsize="x-small")
     axis.invert_yaxis()
     axis.set_xlabel("seconds of a run")
-    axis.legend(fontsize="small", frameon=False)
+    _legend(axis, fontsize="small")
     figure.set_size_inches(SIZE[0], max(SIZE[1], 0.22 * len(settings) + 1.2))
     return figure
 
@@ -255,7 +269,7 @@ def draw_clients(settings: Sequence[Setting], name: Callable[[Setting], str]) ->
     axis.set_yticks(range(len(shown)), [name(one) for one in shown])
     axis.invert_yaxis()
     axis.set_xlabel("accuracy on a client's own examples (whiskers: worst and best)")
-    axis.legend(fontsize="small", frameon=False)
+    _legend(axis, fontsize="small")
     return figure
 
 
@@ -273,7 +287,7 @@ def draw_partition(run: RunFolder) -> "Figure | None":
             axis.barh(range(len(counts)), counts[:, index], left=left, label=name)
             left += counts[:, index]
         axis.set_xlabel("examples")
-        axis.legend(fontsize="x-small", frameon=False, ncols=2)
+        _legend(axis, fontsize="x-small", ncols=2)
     else:
         shares = counts / np.maximum(1, counts.sum(axis=1, keepdims=True))
         image = axis.imshow(shares, aspect="auto", cmap="viridis", interpolation="nearest")

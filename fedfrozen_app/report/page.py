@@ -15,6 +15,7 @@ from fedfrozen_app.report.tables import NOTE
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+COLUMN = re.compile(r"(?<!\\)\|")  # the line between two cells, not one that is part of a text
 # the browser itself refuses what is not in the file, and says so in its console
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 STYLE = """
@@ -105,7 +106,7 @@ def _section(section: Section) -> str:
 def html_table(table: str) -> str:
     """Return a Markdown table of this package as HTML."""
     head, align, *body = [
-        [cell.strip() for cell in line.strip().strip("|").split("|")]
+        [cell.strip().replace(r"\|", "|") for cell in COLUMN.split(line.strip())[1:-1]]
         for line in table.strip().splitlines()
     ]
     classes = ["" if each.endswith(":") else ' class="text"' for each in align]

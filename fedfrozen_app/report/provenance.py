@@ -1,6 +1,5 @@
 """How the runs of a report were made, as whoever repeats or reviews them needs it."""
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ def provenance(settings: Sequence[Setting]) -> str:
     all runs have in common and that are not at their defaults.
     """
     runs = [run for setting in settings for run in setting.runs]
-    told = [json.loads((run.path / "config.json").read_text()) for run in runs]
+    told = [run.config() for run in runs]
     configs = [each["config"] for each in told]
     seconds = sum(result.seconds for setting in settings for result in setting.results)
     facts = {
@@ -29,7 +28,7 @@ def provenance(settings: Sequence[Setting]) -> str:
         "machine": _each(map(_machine, told)),
         "date": _dates([each.get("started") for each in told]),
         "software": _each(map(_software, told)),
-        "revision": _each((each.get("git_revision") or NOT_RECORDED)[:12] for each in told),
+        "revision": _each(_short(each.get("git_revision")) for each in told),
         "config hash": f"`{config_hash(configs)}`",
         "command": _each(f"`{each.get('command') or NOT_RECORDED}`" for each in told),
         "in common": f"`{' '.join(common_keys(configs)) or 'the defaults'}`",
@@ -55,12 +54,21 @@ def _each(texts: Iterable[str]) -> str:
 
 def _machine(told: Mapping[str, Any]) -> str:
     machine = told.get("machine", {})
+    if "processor" not in machine:
+        return NOT_RECORDED
     gpus = ", ".join(machine.get("gpus", [])) or "no GPU"
-    return f"{machine.get('cores')} cores, {machine.get('processor', NOT_RECORDED)}, {gpus}"
+    return f"{machine['cores']} cores, {machine['processor']}, {gpus}"
 
 
 def _software(told: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name} {version}" for name, version in told["versions"].items())
+    known = told.get("versions", {})
+    return ", ".join(f"{name} {version}" for name, version in known.items()) or NOT_RECORDED
+
+
+def _short(revision: str | None) -> str:
+    """Return the first digits of a revision, and whether the checkout was changed."""
+    digits, _, changed = (revision or NOT_RECORDED).partition("+")
+    return digits[:12] + (" and changes" if changed else "")
 
 
 def _dates(started: Sequence[str | None]) -> str:

@@ -1,8 +1,8 @@
 """Which finished runs belong together.
 
 Runs that differ in nothing but the seed are one setting: its figures are mean and standard
-deviation (n - 1) over them. Of a sweep, settings have the sweep's own labels; of other runs, the
-config keys in which they differ.
+deviation (n - 1) over them. Of a sweep, settings have the sweep's own labels; of other runs, and
+of runs of several sweeps with the same labels, the config keys in which they differ.
 """
 
 import json
@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from fedfrozen_app.config import ConfigError
-from fedfrozen_app.runs.finished import has_result, stored_config
+from fedfrozen_app.config import ConfigError, RunConfig
+from fedfrozen_app.runs.finished import has_result
 from fedfrozen_app.runs.provenance import NOT_OF_THE_RESULT
-from fedfrozen_app.runs.store import RoundMetrics, RunFolder
+from fedfrozen_app.runs.store import CLIENTS, METRICS, RoundMetrics, RunFolder
 from fedfrozen_app.runs.sweep import LABELS_FILE
 from fedfrozen_app.runs.sweep_table import SEED, Result, read_result
 
@@ -34,8 +34,13 @@ class Setting:
         return dict(self.labels).get(name, "")
 
     def name(self, *without: str) -> str:
-        """Return the labels as one text, all but some of them."""
-        return " ".join(value for label, value in self.labels if label not in without) or "run"
+        """Return the labels as one text, all but some of them; numbers with what they are of."""
+        parts = [
+            f"{label}={value}" if is_number(value) else value
+            for label, value in self.labels
+            if label not in without
+        ]
+        return " ".join(parts) or "run"
 
     @cached_property
     def metrics(self) -> list[list[RoundMetrics]]:
@@ -58,7 +63,16 @@ class Setting:
     @property
     def is_text(self) -> bool:
         """Whether perplexity is measured, and less is better."""
-        return self.results[0].is_text
+        return any(result.is_text for result in self.results)
+
+    @property
+    def has_diverged(self) -> bool:
+        """Whether one of the runs did."""
+        return any(result.diverged for result in self.results)
+
+    def quality(self, line: RoundMetrics) -> float | None:
+        """Return what a round's test says: perplexity of text, accuracy of anything else."""
+        return line.test_perplexity if self.is_text else line.test_accuracy
 
 
 def read_settings(paths: Sequence[Path]) -> list[Setting]:
@@ -67,19 +81,46 @@ def read_settings(paths: Sequence[Path]) -> list[Setting]:
     Raises
     ------
     ConfigError
-        If there is no finished run in one of the paths.
+        If there is no finished run in one of the paths, or a file of a run cannot be read.
     """
-    labelled: list[tuple[dict[str, str], RunFolder]] = []
+    groups: dict[Labels, dict[Path, RunFolder]] = {}
     for path in paths:
-        runs = [folder for folder in _folders(path) if has_result(folder)]
-        if not runs:
+        found = 0
+        for folder, labels in _labelled(path):
+            if labels is not None and has_result(folder):
+                check_readable(folder)
+                key = tuple(pair for pair in labels.items() if pair[0] != SEED)
+                groups.setdefault(key, {})[folder.path.resolve()] = folder
+                found += 1
+        if not found:
             raise ConfigError(f"{str(path)!r} holds no finished run; give a run or sweep folder")
-        labelled += zip(_labels(path, runs), runs, strict=True)
-    settings: dict[Labels, list[RunFolder]] = {}
-    for labels, folder in labelled:
-        key = tuple((label, text) for label, text in labels.items() if label != SEED)
-        settings.setdefault(key, []).append(folder)
-    return [Setting(labels, tuple(runs)) for labels, runs in settings.items()]
+    return [
+        Setting(tuple(labels), tuple(runs))
+        for key, group in groups.items()
+        for labels, runs in _by_config(key, list(group.values())).items()
+    ]
+
+
+def left_out(paths: Sequence[Path]) -> list[str]:
+    """Return the run folders in the paths that are no part of a report, each with the reason."""
+    found = {}
+    for path in paths:
+        for folder, labels in _labelled(path):
+            if labels is None:
+                found[folder.path.name] = "not of the sweep as it is now"
+            elif not has_result(folder):
+                reason = (folder.failure() or "not finished").splitlines()[0]
+                found[folder.path.name] = reason
+    return [f"{name} ({reason})" for name, reason in found.items()]
+
+
+def is_number(text: str) -> bool:
+    """Whether a label's value is a number."""
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 def label_names(settings: Sequence[Setting]) -> list[str]:
@@ -102,19 +143,41 @@ def panels_of(settings: Sequence[Setting], compared: str) -> dict[str, list[Sett
     return panels
 
 
-def _folders(path: Path) -> list[RunFolder]:
+def check_readable(folder: RunFolder) -> None:
+    """Raise ConfigError for a file of a run that was cut off or changed by hand."""
+    files = {"config.json": lambda: folder.config()["config"], METRICS: folder.metrics,
+             CLIENTS: folder.client_tests}  # fmt: skip
+    for name, read in files.items():
+        try:
+            read()
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            raise ConfigError(
+                f"{str(folder.path / name)!r} cannot be read ({type(error).__name__}: {error}); "
+                "restore it, or leave that run out"
+            ) from None
+
+
+def _labelled(path: Path) -> list[tuple[RunFolder, dict[str, str] | None]]:
+    """Return run folders with the labels that their sweep gave: {} without a sweep.
+
+    None for what lies in a sweep's folder and is none of its runs.
+    """
     if (path / "config.json").exists():
-        return [RunFolder(path)]
-    return [RunFolder(found.parent) for found in sorted(path.glob("*/config.json"))]
-
-
-def _labels(path: Path, runs: Sequence[RunFolder]) -> list[dict[str, str]]:
-    """Return every run's labels: those its sweep gave, else the keys that differ."""
+        return [(RunFolder(path), {})]
     said = path / LABELS_FILE
     known: dict[str, dict[str, str]] = json.loads(said.read_text()) if said.exists() else {}
-    if all(folder.path.name in known for folder in runs):
-        return [known[folder.path.name] for folder in runs]
-    configs = [config.to_mapping() if (config := stored_config(run)) else {} for run in runs]
-    keys = {key for config in configs for key in config if key not in NOT_OF_THE_RESULT}
-    differ = sorted(key for key in keys if len({str(config.get(key)) for config in configs}) > 1)
-    return [{key: str(config.get(key)) for key in differ} for config in configs]
+    folders = [RunFolder(found.parent) for found in sorted(path.glob("*/config.json"))]
+    return [(each, known.get(each.path.name) if known else {}) for each in folders]
+
+
+def _by_config(key: Labels, runs: Sequence[RunFolder]) -> dict[Labels, list[RunFolder]]:
+    """Divide runs of the same labels by the config keys in which they differ, beside the seed."""
+    defaults = RunConfig().to_mapping()
+    configs = [{**defaults, **run.config()["config"]} for run in runs]
+    keys = {name for config in configs for name in config} - {SEED, *NOT_OF_THE_RESULT}
+    differ = sorted(name for name in keys if len({str(each.get(name)) for each in configs}) > 1)
+    found: dict[Labels, list[RunFolder]] = {}
+    for run, config in zip(runs, configs, strict=True):
+        own = tuple((name, str(config.get(name, ""))) for name in differ)
+        found.setdefault((*key, *own), []).append(run)
+    return found

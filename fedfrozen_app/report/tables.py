@@ -32,20 +32,37 @@ NOTE = (
     "Bold: the best of what is compared; *: within two standard errors of it (two or more seeds)."
 )
 NUMBERS = ("quality", "best", "loss", "up_each", "down_each", "up", "down", "seconds")
-SPECIAL = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
+SPECIAL = {
+    "[": "{[}",
+    "\\": r"\textbackslash{}",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+}
 
 
 def markdown(settings: Sequence[Setting]) -> str:
     """Return one row for every setting; the columns are those of ``fedfrozen sweep``."""
     names = label_names(settings)
-    head = [*(names or ["run"]), *COLUMNS]
+    head = [*(names or ["run"]), *columns_of(settings)]
     lines = [_row(head), _row(["---"] * len(names or ["run"]) + ["---:"] * len(COLUMNS))]
     marks = all_marks(settings)
     for setting in settings:
-        texts = [setting.label(name) for name in names] or ["run"]
+        texts = texts_of(setting, names)
         quality, *rest = result_row(setting.results)
         lines.append(_row([*texts, marked(quality, marks.get(setting.labels, "")), *rest]))
     return "\n".join(lines) + "\n"
+
+
+def columns_of(settings: Sequence[Setting]) -> list[str]:
+    """Return the heads of :func:`.result_row`'s columns, the first by what was measured."""
+    kinds = {setting.is_text for setting in settings}
+    quality = "accuracy or perplexity" if len(kinds) > 1 else "perplexity"
+    return [quality if True in kinds else COLUMNS[0], *COLUMNS[1:]]
+
+
+def texts_of(setting: Setting, names: Sequence[str]) -> list[str]:
+    """Return a row's first cells: the values of the labels, ``run`` where nothing has any."""
+    return [setting.label(name) for name in names] or ["run"]
 
 
 def pivot(settings: Sequence[Setting], columns: str, *, latex: bool = False) -> str:
@@ -77,11 +94,11 @@ def latex(settings: Sequence[Setting]) -> str:
     marks = all_marks(settings)
     body = []
     for setting in settings:
-        texts = [escape(setting.label(name)) for name in names] or ["run"]
+        texts = [escape(text) for text in texts_of(setting, names)]
         quality, *rest = result_row(setting.results)
         cells = [marked(quality, marks.get(setting.labels, ""), latex=True), *map(_pm, rest)]
         body.append([*texts, *cells])
-    head = [escape(text) for text in [*(names or ["run"]), *COLUMNS]]
+    head = [escape(text) for text in [*(names or ["run"]), *columns_of(settings)]]
     return latex_table(head, body, len(names or ["run"]))
 
 
@@ -117,7 +134,8 @@ def comma_separated(settings: Sequence[Setting]) -> str:
             found = [getattr(result, name) for result in setting.results]
             values = [float(value) for value in found if value is not None]
             row.append(statistics.mean(values) if values else "")
-            row.append(statistics.stdev(values) if len(values) > 1 else "")
+            finite = len(values) > 1 and all(map(math.isfinite, values))
+            row.append(statistics.stdev(values) if finite else "")
         writer.writerow(row)
     return out.getvalue()
 
@@ -128,14 +146,15 @@ def clients(settings: Sequence[Setting]) -> str:
     Clients count alike. ``worst`` is the worst client's, ``p10`` the tenth percentile, ``std`` the
     deviation over clients: what fairness is about; ``after``: after a round of local training.
     """
-    names = label_names(settings) or ["run"]
+    names = label_names(settings)
     columns = ["mean", "worst", "p10", "std", "mean after", "worst after", "tests"]
-    lines = [_row([*names, *columns]), _row(["---"] * len(names) + ["---:"] * len(columns))]
+    heads = names or ["run"]
+    lines = [_row([*heads, *columns]), _row(["---"] * len(heads) + ["---:"] * len(columns))]
     for setting in settings:
         if not (found := client_measures(setting, "accuracy")):
             continue
         after = client_measures(setting, "accuracy_after")
-        texts = [setting.label(name) for name in names if setting.labels] or ["run"]
+        texts = texts_of(setting, names)
         spreads = [np.mean(found), min(found), np.percentile(found, 10), np.std(found)]
         late = [f"{np.mean(after):.4f}", f"{min(after):.4f}"] if after else ["-", "-"]
         lines.append(_row([*texts, *(f"{each:.4f}" for each in spreads), *late, str(len(found))]))
@@ -147,9 +166,9 @@ def all_marks(settings: Sequence[Setting]) -> dict[tuple[tuple[str, str], ...], 
     """Return ``BEST`` or ``NEAR`` by the labels of the settings that have it."""
     found = {}
     for panel in panels_of(settings, compared_label(settings)).values():
-        sound = [one for one in panel if not any(result.diverged for result in one.results)]
+        sound = [one for one in panel if not one.has_diverged]
         sound = [one for one in sound if all(math.isfinite(q) for q in qualities(one))]
-        if len(panel) < 2 or not sound:
+        if len(panel) < 2 or not sound or len({one.is_text for one in panel}) > 1:
             continue
         sign = 1 if sound[0].is_text else -1
         best = min(sound, key=lambda one: sign * statistics.mean(qualities(one)))
@@ -198,8 +217,9 @@ def _pm(text: str) -> str:
 
 def escape(text: str) -> str:
     """Return a text as LaTeX prints it."""
-    return re.sub(r"[\\~^&%$#_{}]", lambda found: SPECIAL.get(found[0], "\\" + found[0]), text)
+    return re.sub(r"[\\~^&%$#_{}[]", lambda found: SPECIAL.get(found[0], "\\" + found[0]), text)
 
 
 def _row(cells: Iterable[str]) -> str:
-    return f"| {' | '.join(cells)} |"
+    safe = (" ".join(cell.split()).replace("|", r"\|") for cell in cells)
+    return f"| {' | '.join(safe)} |"

@@ -12,6 +12,7 @@ from fedfrozen_app.report.settings import (
     Setting,
     compared_label,
     label_names,
+    left_out,
     panels_of,
     read_settings,
 )
@@ -19,6 +20,7 @@ from fedfrozen_app.runs.comparison import statement
 from fedfrozen_app.runs.sweep import safe_name
 
 PICTURES = "pictures"
+KINDS = ("quality-by-", "loss-by-", "pareto", "clients", "partition", "timing")  # of pictures
 MOST_PANELS = 12  # on the page; beyond, only what all settings share is drawn
 
 
@@ -44,7 +46,10 @@ def write_report(paths: Sequence[Path], out: Path, panels: str = "") -> list[Pat
             f"panels must be a label of the runs, got {panels!r}; they have {sorted(names)}"
         )
     (out / PICTURES).mkdir(parents=True, exist_ok=True)
+    remove_earlier(out)
     said = statement([run for setting in settings for run in setting.runs])
+    if missing := left_out(paths):
+        said += f" Left out: {', '.join(missing)}."
     everything = table = tables.markdown(settings)
     written = [_text(out / "table.md", f"{everything}\n{tables.NOTE}\n\n{said}\n")]
     written += [
@@ -69,6 +74,13 @@ def write_report(paths: Sequence[Path], out: Path, panels: str = "") -> list[Pat
     return written
 
 
+def remove_earlier(out: Path) -> None:
+    """Remove what an earlier report wrote there and this one may not write again."""
+    for pattern in ("pivot.*", "clients.md", *(f"{PICTURES}/{kind}*.*" for kind in KINDS)):
+        for path in out.glob(pattern):
+            path.unlink()
+
+
 def _columns(settings: Sequence[Setting]) -> str:
     others = [name for name in label_names(settings) if name != compared_label(settings)]
     return others[-1] if others else ""
@@ -80,7 +92,8 @@ def draw_all(settings: Sequence[Setting], folder: Path) -> list[Section]:
     groups = panels_of(settings, compared)
     if len(groups) > MOST_PANELS:
         groups = {"": list(settings)}
-    sections = []
+    sections: list[Section] = []
+    stems: set[str] = set()
     for title, members in groups.items():
         alone = len(groups) > 1 or len(label_names(settings)) == 1
 
@@ -88,6 +101,9 @@ def draw_all(settings: Sequence[Setting], folder: Path) -> list[Section]:
             return setting.label(compared) if alone and compared else setting.name()
 
         stem = safe_name(title)
+        if len(groups) > 1 and (stem in stems or not stem):  # letters that no file name has
+            stem = f"{stem}-{len(sections) + 1}".strip("-")
+        stems.add(stem)
         section = Section(title or "All runs")
         for measure in ("quality", "loss"):
             for by in ("round", "bytes"):
@@ -100,7 +116,8 @@ def draw_all(settings: Sequence[Setting], folder: Path) -> list[Section]:
         if (spread := figures.draw_clients(members, name)) is not None:
             section.add("clients' own tests", spread, folder, "clients", stem)
         if (partition := figures.draw_partition(members[0].runs[0])) is not None:
-            section.add("who holds what", partition, folder, "partition", stem)
+            held = f"who holds what in {members[0].runs[0].path.name}"
+            section.add(held, partition, folder, "partition", stem)
         sections.append(section)
     times = Section("Time")
     times.add("seconds by phase", figures.draw_timing(settings), folder, "timing", "")

@@ -15,6 +15,7 @@ from fedfrozen_app.runs.store import RunFolder
 
 LOCAL_WORK = ("local-epochs", "local-steps", "work", "batch-size", "precision")
 COMMUNICATION = ("rounds", "byte-budget", "fraction-train")
+FEW = 3  # names that are said in full
 UNKNOWN = {"null", "{}"}  # of a run that is older than the file
 ROWS = ("clients", "public", "validation", "test")
 
@@ -66,14 +67,19 @@ CHECKS: dict[str, Callable[[Facts], Any]] = {
 }
 
 
-def differences(runs: Sequence[RunFolder]) -> list[str]:
-    """Return in what the runs of each comparison differ, beside their method; [] = in nothing."""
+def comparisons(runs: Sequence[RunFolder]) -> list[list[Facts]]:
+    """Return the runs that have data, settings of the partition and seed in common, by these."""
     groups: dict[str, list[Facts]] = {}
     for run in runs:
         facts = Facts(run.path)
         groups.setdefault(facts.comparison, []).append(facts)
+    return list(groups.values())
+
+
+def differences(runs: Sequence[RunFolder]) -> list[str]:
+    """Return in what the runs of each comparison differ, beside their method; [] = in nothing."""
     found: dict[str, None] = {}
-    for group in groups.values():
+    for group in comparisons(runs):
         for what, read in CHECKS.items():
             kinds: dict[str, list[Facts]] = {}
             for facts in group:
@@ -100,10 +106,18 @@ def _said(what: str, kinds: Mapping[str, Sequence[Facts]]) -> str:
 
 
 def statement(runs: Sequence[RunFolder]) -> str:
-    """Return one line or more: what all runs share, or in what they differ."""
+    """Return what all runs share, or in what they differ, and which have nothing to be held to."""
     if found := differences(runs):
         return "Not one comparison: " + "; ".join(found) + "."
-    return (
+    groups = comparisons(runs)
+    alone = [group[0].path.name for group in groups if len(group) == 1]
+    if len(alone) == len(runs):
+        return "Nothing to check: no two runs have data, partition settings and seed in common."
+    said = (
         "Checked: the runs of a partition have its rows, the first model, preprocessing, local "
         "work and communication budget in common."
     )
+    if not alone:
+        return said
+    names = ", ".join(alone[:FEW]) + (f" and {len(alone) - FEW} more" if len(alone) > FEW else "")
+    return f"{said} With data, partition settings or a seed of its own: {names}."

@@ -9,7 +9,7 @@ from fedfrozen_app.runs.store import MODEL, RunFolder
 from fedfrozen_app.strategies.base import DivergedError
 from fedfrozen_app.strategies.replies import NON_FINITE
 
-TWICE = 2.0
+TWICE, ONE_NAT, FEW_POINTS = 2.0, 1.0, 0.05
 DIVERGED = (NON_FINITE, DivergedError.__name__)  # as a run's failure says it
 
 
@@ -28,7 +28,7 @@ def finished_runs(out: Path) -> dict[str, RunFolder]:
     found: dict[str, RunFolder] = {}
     for path in sorted(out.glob("*/config.json")):
         folder = RunFolder(path.parent)
-        if is_finished(folder) and (config := stored_config(folder)) is not None:
+        if has_result(folder) and (config := stored_config(folder)) is not None:
             found.setdefault(identity(config), folder)
     return found
 
@@ -36,44 +36,44 @@ def finished_runs(out: Path) -> dict[str, RunFolder]:
 def stored_config(folder: RunFolder) -> RunConfig | None:
     """Return the config a folder was made with; None where this version cannot read it."""
     try:
-        content = json.loads((folder.path / "config.json").read_text())
-        return RunConfig.from_mapping(content["config"])
+        return RunConfig.from_mapping(folder.config()["config"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
 def is_finished(folder: RunFolder) -> bool:
     """Whether a run came to its end, or stopped because it diverged, and left its model."""
-    return (folder.path / MODEL).exists() and (folder.failure() is None or has_result(folder))
+    return (folder.path / MODEL).exists() and has_result(folder)
 
 
 def has_result(folder: RunFolder) -> bool:
     """Whether a run's numbers are final; its model may have been removed to make room."""
-    failure = folder.failure()
-    if failure is not None and any(word in failure for word in DIVERGED):
-        return True
-    return is_through(folder) or folder.early_end() is not None
+    failure, has_model = folder.failure(), (folder.path / MODEL).exists()
+    if failure is None:
+        return has_model or is_through(folder) or folder.early_end() is not None
+    # a failure after the last round was one to save the model
+    return any(word in failure for word in DIVERGED) or (has_model and is_through(folder))
 
 
 def is_through(folder: RunFolder) -> bool:
     """Whether the last round was reached."""
     try:
-        content = json.loads((folder.path / "config.json").read_text())
-        return bool(folder.metrics()[-1].round == content["config"]["rounds"])
+        return bool(folder.metrics()[-1].round == folder.config()["config"]["rounds"])
     except (OSError, ValueError, LookupError, TypeError):  # cut off in the middle of a line
         return False
 
 
 def has_diverged(folder: RunFolder) -> bool:
-    """Whether a finished run broke off, or ended at twice the loss and below the accuracy it had.
+    """Whether a finished run broke off, or ended far worse than it began.
 
-    A run from a good base that ends a little below it has not diverged.
+    That is at twice the loss and a nat more, without more than five points of accuracy for it. A
+    run from a good base that ends a little below it has not diverged.
     """
     if folder.failure() is not None and not is_through(folder):
         return True
     tested = [line for line in folder.metrics() if line.test_accuracy is not None]
     if not tested or tested[-1].test_loss is None:
         return True
-    start, end = tested[0], tested[-1]
-    loss, accuracy = start.test_loss or 0.0, start.test_accuracy or 0.0
-    return tested[-1].test_loss > TWICE * loss and (end.test_accuracy or 0.0) < accuracy
+    start, end = tested[0].test_loss or 0.0, tested[-1].test_loss
+    gained = (tested[-1].test_accuracy or 0.0) - (tested[0].test_accuracy or 0.0)
+    return end > max(TWICE * start, start + ONE_NAT) and gained <= FEW_POINTS

@@ -21,6 +21,7 @@ NOT_OF_THE_RESULT = (
     "run-name", "run-dir", "cache-dir", "threads", "jobs", "checkpoint-every", "resume",
     "tracker",
 )  # fmt: skip
+CHANGED = "+changed"  # ends the revision of a package with changes that are not committed
 PLACES = ("data-dir", "weights")  # keys that may hold a path: its last part says what was read
 
 
@@ -74,19 +75,27 @@ def remember_command(words: Sequence[str]) -> None:
 def git_revision() -> str | None:
     """Return the revision of the checkout this package runs from, None outside one.
 
+    It ends in ``+changed`` where the package has changes that are not committed.
     In Flower's runtime a copy of the package runs, so whoever copied it says where from.
     """
     if REVISION_VARIABLE in os.environ:
         return os.environ[REVISION_VARIABLE] or None
     folder = Path(__file__).resolve().parents[2]
-    command = ["git", "-C", str(folder), "rev-parse", "HEAD", "--show-toplevel"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
-    except (OSError, subprocess.SubprocessError):
+        revision, top = _git(folder, "rev-parse", "HEAD", "--show-toplevel").splitlines()[:2]
+        # an installed package inside somebody else's checkout is not of that revision
+        if folder != Path(top).resolve():
+            return None
+        changed = _git(folder, "status", "--porcelain", "--", "fedfrozen_app")
+    except (OSError, ValueError, subprocess.SubprocessError):
         return None
-    revision, top = done.stdout.splitlines()[:2]
-    # an installed package inside somebody else's checkout is not of that revision
-    return revision if folder == Path(top).resolve() else None
+    return f"{revision}{CHANGED}" if changed else revision
+
+
+def _git(folder: Path, *words: str) -> str:
+    command = ["git", "-C", str(folder), *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    return done.stdout
 
 
 def config_hash(configs: Sequence[Mapping[str, Any]]) -> str:

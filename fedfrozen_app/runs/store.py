@@ -66,13 +66,10 @@ class RoundMetrics:
     identity_error: float | None = None
     validation_loss: float | None = None
     validation_accuracy: float | None = None
-    bytes_evaluate: int = 0  # payload of the clients' own tests, both directions; not in bytes_*
+    # payload of the clients' own tests, both directions, frozen blocks that first go out then
+    # included; not in bytes_*
+    bytes_evaluate: int = 0
     attempts: int = 1  # cohorts that were asked; bytes count all, the rest the last
-
-    @property
-    def quality(self) -> float | None:
-        """The test's perplexity of a language model, its accuracy of any other."""
-        return self.test_accuracy if self.test_perplexity is None else self.test_perplexity
 
 
 OnRound = Callable[[RoundMetrics], None]
@@ -139,7 +136,7 @@ class RunFolder:
         if not (folder.path / "config.json").exists():
             folder._remove_unused()
             return cls.create(config.model_copy(update={"run_name": config.resolved_run_name}))
-        known = json.loads((folder.path / "config.json").read_text())["config"]
+        known = folder.config()["config"]
         for key, value in config.to_mapping().items():
             if key not in NOT_OF_THE_RESULT and known.get(key) != value:
                 raise ConfigError(
@@ -234,6 +231,10 @@ class RunFolder:
     def _read(self, name: str) -> str | None:
         path = self.path / name
         return path.read_text().strip() if path.exists() else None
+
+    def config(self) -> dict[str, Any]:
+        """Read ``config.json``."""
+        return dict(json.loads((self.path / "config.json").read_text()))
 
     def metrics(self) -> list[RoundMetrics]:
         """Read ``metrics.jsonl``."""

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from fedfrozen_app.config import ConfigError, RunConfig
 from fedfrozen_app.config_input import format_override
-from fedfrozen_app.runs.finished import identity, is_finished, stored_config
+from fedfrozen_app.runs.finished import has_result, identity, is_finished, stored_config
 from fedfrozen_app.runs.store import RunFolder
 from fedfrozen_app.runs.sweep import Cell
 
@@ -155,7 +155,7 @@ def make_way(folder: RunFolder, config: RunConfig) -> Path | None:
     if not path.exists() and not path.is_symlink():
         return None
     stored = stored_config(folder)
-    if stored is not None and identity(stored) == identity(config) and not is_finished(folder):
+    if stored is not None and identity(stored) == identity(config) and not has_result(folder):
         shutil.rmtree(path)
         return None
     number = 1

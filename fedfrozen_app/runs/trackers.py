@@ -10,6 +10,7 @@ import importlib
 import importlib.util
 import logging
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -29,8 +30,8 @@ class Tracker(Protocol):
         """Take a round's numbers."""
         ...
 
-    def close(self) -> None:
-        """Write what is left."""
+    def close(self, *, failed: bool) -> None:
+        """Write what is left, and whether the run stopped before its end."""
         ...
 
 
@@ -49,7 +50,7 @@ class TensorBoard:
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
-    def close(self) -> None:
+    def close(self, *, failed: bool) -> None:
         """Close the event file."""
         self._writer.close()
 
@@ -72,9 +73,9 @@ class WandB:
         """Send a round."""
         self._run.log(values, step=step)
 
-    def close(self) -> None:
+    def close(self, *, failed: bool) -> None:
         """Finish the run."""
-        self._run.finish()
+        self._run.finish(exit_code=int(failed))
 
 
 class MLflow:
@@ -106,9 +107,9 @@ class MLflow:
         for name, value in values.items():
             self._client.log_metric(self._id, name, value, step=step)
 
-    def close(self) -> None:
+    def close(self, *, failed: bool) -> None:
         """End the run."""
-        self._client.set_terminated(self._id)
+        self._client.set_terminated(self._id, "FAILED" if failed else "FINISHED")
 
 
 TRACKERS: dict[str, Any] = {"tensorboard": TensorBoard, "wandb": WandB, "mlflow": MLflow}
@@ -159,6 +160,8 @@ def tracked(
     try:
         tracker: Tracker = TRACKERS[config.tracker](config, folder, first)
     except Exception as error:
+        if first == 0:  # the folder holds no result yet, and its name is free again
+            shutil.rmtree(folder.path, ignore_errors=True)
         raise ConfigError(
             f"tracker={config.tracker} cannot begin: {error}; mend that or take tracker=none"
         ) from error
@@ -168,11 +171,13 @@ def tracked(
             tracker.log(metrics.round, numbers(metrics))
         on_round(metrics)
 
+    failed = True
     try:
         yield take
+        failed = False
     finally:
         with _warned(config.tracker):
-            tracker.close()
+            tracker.close(failed=failed)
 
 
 @contextmanager

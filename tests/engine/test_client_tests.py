@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from fedfrozen_app.config import ConfigError, RunConfig
+from fedfrozen_app.data.datasets import load_dataset
 from fedfrozen_app.data.partition import make_partition
 from fedfrozen_app.runs.store import RunFolder
 from fedfrozen_app.training.worker import resident
@@ -27,6 +28,19 @@ def test_held_out_examples_are_a_clients_own_and_leave_the_others_as_they_were(
         assert len(tests) == round(0.25 * len(before)) > 0
         assert np.array_equal(np.sort(np.concatenate([rows, tests])), before)
     assert run.metrics[1].num_examples == sum(map(len, partition.clients))
+
+
+def test_every_client_keeps_an_example_to_train_on_and_somebody_must_test(cache: str) -> None:
+    keys = {
+        "partitioner": "iid", "num-clients": 5, "public-fraction": 0.5, "max-train-examples": 20,
+        "fraction-evaluate": 1.0, "client-test-fraction": 0.9, "cache-dir": cache,
+    }  # fmt: skip
+    config = RunConfig.from_mapping(keys)
+    partition = make_partition(config, load_dataset(config))
+    assert [len(rows) for rows in (*partition.clients, *partition.client_tests)] == [1] * 10
+    nobody = RunConfig.from_mapping({**keys, "num-clients": 10})
+    with pytest.raises(ConfigError, match=r"client-test-fraction=0.9 leaves no client .* than 1;"):
+        make_partition(nobody, load_dataset(nobody))
 
 
 def test_each_clients_result_is_that_of_the_rounds_model_on_its_examples(

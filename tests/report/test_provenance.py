@@ -24,7 +24,8 @@ def test_a_report_says_how_its_runs_were_made(tmp_path: Path) -> None:
     one = tell(
         write_run(tmp_path / "runs", "fedavg", 1, [0.1, 0.5, 0.6]),
         machine={"cores": 2, "processor": "Some CPU", "gpus": []},
-        started="2026-03-01T10:00:00+00:00", command=command, git_revision="0123456789abcdef",
+        started="2026-03-01T10:00:00+00:00", command=command,
+        git_revision="0123456789abcdef+changed",
     )  # fmt: skip
     two = tell(
         write_run(tmp_path / "runs", "fedprox", 1, [0.1, 0.4, 0.7]),
@@ -38,7 +39,7 @@ def test_a_report_says_how_its_runs_were_made(tmp_path: Path) -> None:
     assert said["runs"] == "2, 12 s of rounds in all"  # 2 runs of 3 lines, 2 s each
     assert said["machine"] == "2 cores, Some CPU, no GPU; 8 cores, Some CPU, H200"
     assert said["date"] == "2026-03-01 to 2026-03-04"
-    assert said["revision"] == "0123456789ab; not recorded"
+    assert said["revision"] == "0123456789ab and changes; not recorded"
     assert said["command"] == f"`{command}`"
     assert said["config hash"] == f"`{config_hash([one, two])}`"
     assert said["in common"] == "`rounds=2`"
@@ -51,10 +52,11 @@ def test_runs_older_than_the_record_say_so(tmp_path: Path) -> None:
     run = write_run(tmp_path / "runs", "fedavg", 1, [0.1, 0.5])
     path = run.path / "config.json"
     told = json.loads(path.read_text())
-    for name in ("started", "command", "machine"):
+    for name in ("started", "command", "machine", "versions"):
         del told[name]
     path.write_text(json.dumps(told))
     said = provenance(read_settings([run.path]))
+    assert "- software: not recorded\n- revision" in said and "- machine: not recorded\n" in said
     assert "- date: not recorded\n" in said and "- command: `not recorded`\n" in said
 
 

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from fedfrozen_app.cli import app
 from fedfrozen_app.config import ConfigError, RunConfig
-from fedfrozen_app.report.curves import curve
+from fedfrozen_app.report.curves import curve, end_point
 from fedfrozen_app.report.settings import read_settings
 from fedfrozen_app.report.tables import markdown
 from fedfrozen_app.report.write import write_report
@@ -127,8 +127,94 @@ def test_a_run_whose_model_was_removed_to_make_room_still_reports(tmp_path: Path
     whole = write_run(tmp_path / "runs", "fedavg", 1, [0.1, 0.5, 0.6])
     row = markdown(read_settings([tmp_path / "runs"]))
     (whole.path / MODEL).unlink()
-    assert not is_finished(whole) and has_result(whole)  # a sweep makes the model again
+    assert not is_finished(whole) and has_result(whole)
     assert markdown(read_settings([tmp_path / "runs"])) == row
     whole.go_back_to(1)
     with pytest.raises(ConfigError, match="holds no finished run"):
         read_settings([tmp_path / "runs"])
+
+
+def test_runs_that_differ_in_more_than_the_seed_are_never_one_setting(tmp_path: Path) -> None:
+    for sweep, rounds in (("one", [0.1, 0.9]), ("two", [0.1, 0.2, 0.3])):
+        run = write_run(tmp_path / sweep, "fedavg", 1, rounds)
+        (tmp_path / sweep / LABELS_FILE).write_text(json.dumps({run.path.name: {"method": "A"}}))
+    one, two = read_settings([tmp_path / "one", tmp_path / "two"])
+    assert one.labels == (("method", "A"), ("rounds", "1")) and len(one.runs) == len(two.runs) == 1
+    single = [tmp_path / "one" / "fedavg-1", tmp_path / "two" / "fedavg-1"]
+    assert [setting.labels for setting in read_settings(single)] == [
+        (("rounds", "1"),),
+        (("rounds", "2"),),
+    ]
+    (twice,) = read_settings([single[0], tmp_path / "one" / ".." / "one" / "fedavg-1"])
+    assert len(twice.runs) == 1  # the same folder given twice is one run
+
+
+def test_what_is_no_run_of_the_sweep_or_has_not_finished_is_left_out_and_said(
+    tmp_path: Path,
+) -> None:
+    names = {}
+    for strategy, seed in (("fedavg", 1), ("fedavg", 2), ("fedprox", 1)):
+        run = write_run(tmp_path / "runs", strategy, seed, [0.1, 0.5])
+        names[run.path.name] = {"method": strategy, "seed": str(seed)}
+    run.go_back_to(0)
+    run.write_failure("QuorumError: 1 of 10 replies\nand more")
+    (tmp_path / "runs" / LABELS_FILE).write_text(json.dumps(names))
+    write_run(tmp_path / "runs", "scaffold", 1, [0.1, 0.5]).path.rename(
+        tmp_path / "runs" / "fedavg-1.old-1"
+    )
+    (setting,) = read_settings([tmp_path / "runs"])
+    assert setting.labels == (("method", "fedavg"),) and len(setting.runs) == 2
+    write_report([tmp_path / "runs"], tmp_path / "out")
+    said = (tmp_path / "out" / "table.md").read_text().splitlines()[-1]
+    assert said.endswith(
+        "Left out: fedavg-1.old-1 (not of the sweep as it is now), "
+        "fedprox-1 (QuorumError: 1 of 10 replies)."
+    )
+
+
+def test_a_file_that_was_cut_off_is_named(tmp_path: Path) -> None:
+    run = write_run(tmp_path, "fedavg", 1, [0.1, 0.5])
+    (run.path / "clients.jsonl").write_text('{"round": 1, "cli')
+    with pytest.raises(ConfigError, match=r"clients.jsonl' cannot be read .*leave that run out"):
+        read_settings([tmp_path])
+
+
+def test_runs_that_broke_off_are_drawn_as_far_as_they_came(tmp_path: Path) -> None:
+    for seed in (1, 2):
+        run = write_run(tmp_path / "runs", "fedavg", seed, [0.1, 0.2])
+        run.go_back_to(0)
+        run.write_failure("DivergedError: round 1")
+    write_report([tmp_path / "runs"], tmp_path / "out")
+
+    assert (tmp_path / "out" / "pictures" / "pareto.png").exists()
+    (setting,) = read_settings([tmp_path / "runs"])
+    assert setting.has_diverged and end_point(setting) is None
+
+
+def test_an_end_point_is_where_each_run_ended(tmp_path: Path) -> None:
+    keys = {"rounds": 4, "byte-budget": 10**9, "run-dir": str(tmp_path)}
+    for seed, accuracies in ((1, [0.1, 0.5]), (2, [0.1, 0.5, 0.9])):
+        config = RunConfig.from_mapping({**keys, "seed": seed, "run-name": f"s{seed}"})
+        folder = RunFolder.create(config)
+        for index, accuracy in enumerate(accuracies):
+            folder.append(line(index, accuracy))
+        folder.save_model({})
+        folder.write_early_end("byte-budget")
+    (setting,) = read_settings([tmp_path])
+    # rounds of 4 kB and 8 kB up and 6 kB down, over four clients: 2.5 kB and 2.5 + 3.5 kB
+    assert end_point(setting) == (
+        pytest.approx(4250.0),
+        pytest.approx(0.7),
+        pytest.approx(0.2828, abs=1e-4),
+    )
+
+
+def test_a_diverged_language_model_has_no_accuracy_among_perplexities(tmp_path: Path) -> None:
+    keys = {"rounds": 2, "run-dir": str(tmp_path), "run-name": "text"}
+    folder = RunFolder.create(RunConfig.from_mapping(keys))
+    for index, perplexity in enumerate((400.0, 90.0, None)):
+        folder.append(line(index, 0.01, test_perplexity=perplexity))
+    folder.save_model({})
+    (setting,) = read_settings([tmp_path])
+    assert setting.is_text and curve(setting)["mean"] == [400.0, 90.0]
+    assert "| perplexity |" in markdown([setting]).splitlines()[0]

@@ -10,6 +10,7 @@ import pytest
 
 from fedfrozen_app.report import tables
 from fedfrozen_app.report.figures import pareto_front
+from fedfrozen_app.report.page import html_table
 from fedfrozen_app.report.settings import Setting, compared_label, panels_of
 from fedfrozen_app.runs.store import RunFolder
 from fedfrozen_app.runs.sweep_table import Result
@@ -97,3 +98,10 @@ def test_the_front_is_what_nobody_beats_in_both() -> None:
     points = [(3.0, 0.7), (1.0, 0.5), (2.0, 0.4), (4.0, 0.7), (1.0, 0.3)]
     assert pareto_front(points) == [(1.0, 0.5), (3.0, 0.7)]
     assert pareto_front(points, smaller_is_better=True) == [(1.0, 0.3)]
+
+
+def test_a_label_may_hold_what_divides_cells() -> None:
+    one = tables._row(["a|b", "two\nlines"])
+    assert one == r"| a\|b | two lines |"
+    assert '<td class="text">a|b</td>' in html_table(f"| x | y |\n| --- | ---: |\n{one}\n")
+    assert tables.escape("[0.1]") == "{[}0.1]"  # or \\ would take it for its argument

@@ -83,3 +83,11 @@ def test_an_older_run_is_not_taken_for_a_checked_one(tmp_path: Path) -> None:
         (tmp_path / "old" / name).unlink()
     assert differences(runs)[:1] == ["partition is not known of old"]
     assert "first model is not known of old" in statement(runs)
+
+
+def test_runs_with_nothing_in_common_are_not_said_to_be_checked(tmp_path: Path) -> None:
+    few, many = ({"settings": {"max-train-examples": size}} for size in (100, 5000))
+    one, two = run(tmp_path, "one", partition=few), run(tmp_path, "two", partition=many)
+    assert statement([one, two]).startswith("Nothing to check: no two runs have data")
+    three = run(tmp_path, "three", partition=many)
+    assert statement([one, two, three]).endswith("or a seed of its own: one.")

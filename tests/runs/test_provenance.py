@@ -3,10 +3,12 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from fedfrozen_app.config import RunConfig
+from fedfrozen_app.runs import provenance
 from fedfrozen_app.runs.provenance import (
     COMMAND_VARIABLE,
     config_hash,
@@ -39,6 +41,22 @@ def test_a_run_keeps_the_command_it_was_started_with(monkeypatch: pytest.MonkeyP
     remember_command(["sweep", "a b.toml", "lr=1"])
     remember_command(["run"])  # by a child of the sweep
     assert describe_run(RunConfig())["command"] == "fedfrozen sweep 'a b.toml' lr=1"
+
+
+def test_a_revision_says_whether_the_package_was_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(provenance.REVISION_VARIABLE, raising=False)
+    top = Path(provenance.__file__).resolve().parents[2]
+    status = ""
+
+    def git(folder: Path, *words: str) -> str:
+        return f"0123abcd\n{top}\n" if words[0] == "rev-parse" else status
+
+    monkeypatch.setattr(provenance, "_git", git)
+    assert provenance.git_revision() == "0123abcd"
+    status = " M fedfrozen_app/seeds.py\n"
+    assert provenance.git_revision() == "0123abcd+changed"
+    top = top.parent  # installed inside somebody else's checkout
+    assert provenance.git_revision() is None
 
 
 def test_the_command_line_knows_the_machine_without_loading_torch() -> None:

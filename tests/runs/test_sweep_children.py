@@ -79,7 +79,8 @@ def test_a_second_start_runs_exactly_what_is_missing(tmp_path: Path, fake: None)
     assert run_cells(sweep.cells, out, jobs=2) == {}
     names = [cell.name for cell in sweep.cells]
     assert started(out) == sorted(names) and list(sweep.finished()) == names
-    (out / names[1] / "model.safetensors").unlink()  # as one that was killed
+    RunFolder(out / names[1]).go_back_to(0)  # as one that was killed
+    (out / names[0] / "model.safetensors").unlink()  # to make room: it is done all the same
     (out / names[2]).rename(out / "elsewhere")  # done is done whatever its name
     kept = [out / names[0], out / names[3], out / "elsewhere"]
     before = [path.stat() for folder in kept for path in [folder, *sorted(folder.iterdir())]]
@@ -102,8 +103,7 @@ def test_an_unfinished_run_is_replaced_and_anything_else_is_moved_aside(tmp_path
     cell = sweep_of(tmp_path, 1).cells[0]
     folder = RunFolder(Path(cell.config.run_dir) / cell.name)
     assert make_way(folder, cell.config) is None
-    make_run(cell.config, failure="")
-    (folder.path / "model.safetensors").unlink()
+    make_run(cell.config).go_back_to(0)
     assert make_way(folder, cell.config) is None and not folder.path.exists()
     for number in (1, 2):  # finished, of another config
         make_run(cell.config.model_copy(update={"lr": 0.125 * number}))
@@ -113,8 +113,7 @@ def test_an_unfinished_run_is_replaced_and_anything_else_is_moved_aside(tmp_path
     folder.path.mkdir()
     (folder.path / "notes.txt").write_text("not a run")
     assert make_way(folder, cell.config) == folder.path.with_name(f"{cell.name}.old-3")
-    make_run(cell.config.model_copy(update={"lr": 0.75}))
-    (folder.path / "model.safetensors").unlink()  # unfinished, but not ours
+    make_run(cell.config.model_copy(update={"lr": 0.75})).go_back_to(0)  # unfinished, but not ours
     assert make_way(folder, cell.config) == folder.path.with_name(f"{cell.name}.old-4")
     make_run(cell.config)  # finished since it was looked for
     assert make_way(folder, cell.config) == folder.path.with_name(f"{cell.name}.old-5")

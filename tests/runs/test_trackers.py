@@ -97,7 +97,7 @@ class Broken:
     def log(self, step: int, values: dict[str, float]) -> None:
         raise ConnectionError("gone")
 
-    def close(self) -> None:
+    def close(self, *, failed: bool) -> None:
         raise ConnectionError("still gone")
 
 
@@ -117,6 +117,7 @@ def test_a_tracker_that_fails_is_said_and_the_run_goes_on(
         tracked(config("wandb"), run, hear),
     ):
         pass
+    assert not run.path.exists()  # or the run's name would be taken
 
 
 def test_only_numbers_are_tracked() -> None:

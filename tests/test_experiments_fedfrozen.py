@@ -19,7 +19,7 @@ SIZES = {
     "table-4-2-cifar100": 63,
     "table-4-2-femnist": 63,
     "table-4-2-small": 63,
-    "table-4-2-small-tuning": 21,
+    "table-4-2-small-tuning": 27,
     "warmup": 42,
     "warmup-small": 21,
 }

@@ -119,8 +119,8 @@ def table_4_2(runs: Path, pictures: Path) -> str:
         tables.markdown(settings),
         provenance(settings),
         "### Step sizes\n",
-        "Every method over the same grid, accuracy on the validation share; bold: what the table "
-        "above is with.\n",
+        "Every method over the same grid, loss on the validation share; bold: what the table above "
+        "is with.\n",
         step_sizes(tuning),
         provenance(tuning),
     ])  # fmt: skip
@@ -184,7 +184,7 @@ def savings(settings: Sequence[Setting]) -> str:
 
 
 def step_sizes(settings: Sequence[Setting]) -> str:
-    """Return the validation accuracy of every method at every step size, each one's best bold."""
+    """Return the validation loss of every method at every step size, each one's lowest bold."""
     steps = sorted({one.label("lr") for one in settings}, key=float)
     by_strategy: dict[str, list[Setting]] = {}
     for one in settings:
@@ -193,7 +193,7 @@ def step_sizes(settings: Sequence[Setting]) -> str:
     texts = {}
     for one in settings:
         mark = "**" if (name(one), one.label("lr")) in best else ""
-        texts[name(one), one.label("lr")] = f"{mark}{validated(one):.4f}{mark}"
+        texts[name(one), one.label("lr")] = f"{mark}{validated(one):.3f}{mark}"
     lines = [["method", *(f"lr {step}" for step in steps)], ["---", *["---:"] * len(steps)]]
     for method in dict.fromkeys(map(name, settings)):
         lines.append([method, *(texts.get((method, step), "-") for step in steps)])
@@ -206,14 +206,15 @@ def strategy(setting: Setting) -> str:
 
 
 def validated(setting: Setting) -> float:
-    """Return the last accuracy on the validation share; of what diverged, 0."""
-    last = [lines[-1].validation_accuracy or 0.0 for lines in setting.metrics]
-    return 0.0 if setting.has_diverged else statistics.mean(last)
+    """Return the last loss on the validation share; of what diverged, infinity."""
+    last = [lines[-1].validation_loss for lines in setting.metrics]
+    known = [loss for loss in last if loss is not None]
+    return math.inf if setting.has_diverged or not known else statistics.mean(known)
 
 
 def place_of_best(settings: Sequence[Setting]) -> tuple[str, str]:
-    """Return method and step size of the best accuracy, of equal ones the smallest step."""
-    best = max(settings, key=lambda one: (validated(one), -float(one.label("lr"))))
+    """Return method and step size of the lowest loss, of equal ones the smallest step."""
+    best = min(settings, key=lambda one: (validated(one), float(one.label("lr"))))
     return name(best), best.label("lr")
 
 

@@ -133,10 +133,8 @@ def comparable(settings: Sequence[Setting]) -> str:
         ours = named(panel, OURS)
         sound = [one for one in panel if not one.has_diverged]
         best = max(sound, key=lambda one: (mean(one), one is ours))
-        behind = mean(best) - mean(ours)
-        noise = max(noise_of(ours, best), 0.0)
-        near = behind <= noise
-        all_near &= near
+        behind, noise = mean(best) - mean(ours), noise_of(ours, best)
+        all_near &= ours in sound and behind <= noise
         what = "the best" if best is ours else f"{100 * behind:.1f} points below {name(best)}"
         bound = "" if best is ours else f" (noise: {100 * noise:.1f})"
         parts.append(f"alpha {ours.label('alpha')}: {what}{bound}")
@@ -144,19 +142,21 @@ def comparable(settings: Sequence[Setting]) -> str:
 
 
 def degradation(settings: Sequence[Setting]) -> str:
-    """Return what every method loses from the largest alpha to the smallest."""
-    groups = panels(settings, "alpha")
-    alphas = sorted(float(panel[0].label("alpha")) for panel in groups)
-    by_alpha = {float(panel[0].label("alpha")): panel for panel in groups}
-    low, high = by_alpha[alphas[0]], by_alpha[alphas[-1]]
-    lost = {name(one): mean(named(high, name(one))) - mean(one) for one in low}
+    """Return what every method loses from the largest alpha to the smallest, on the same seeds."""
+    by_alpha = {float(panel[0].label("alpha")): panel for panel in panels(settings, "alpha")}
+    low, high = min(by_alpha), max(by_alpha)
+    lost = {}
+    for one in by_alpha[low]:
+        before, after = by_seed(named(by_alpha[high], name(one))), by_seed(one)
+        lost[name(one)] = statistics.mean(
+            before[seed] - after[seed] for seed in before.keys() & after.keys()
+        )
     others = [value for method, value in lost.items() if method != OURS]
-    shows = lost[OURS] <= statistics.median(others)
-    texts = ", ".join(f"{method} {100 * value:.1f}" for method, value in sorted(
-        lost.items(), key=lambda item: item[1]))  # fmt: skip
+    texts = [f"{method} {100 * lost[method]:.1f}" for method in sorted(lost, key=lost.__getitem__)]
     return (
-        f"{verdict(shows)}: points lost from alpha {alphas[-1]:g} to {alphas[0]:g}: {texts} "
-        "(shown if FedFrozen loses no more than the median of the others)"
+        f"{verdict(lost[OURS] <= statistics.median(others))}: points lost from alpha {high:g} to "
+        f"{low:g}: {', '.join(texts)} (shown if FedFrozen loses no more than the median of the "
+        "others)"
     )
 
 
@@ -169,17 +169,20 @@ def savings(settings: Sequence[Setting]) -> str:
         line for one in settings if name(one) == PLAIN for run in one.metrics for line in run
         if line.round >= first
     ]  # fmt: skip
-    up = mean_of(line.bytes_up for line in frozen) / mean_of(line.bytes_up for line in plain)
-    trained = mean_of(line.seconds_train for line in frozen)
-    trained /= mean_of(line.seconds_train for line in plain)
-    clock = mean_of(line.seconds_total for line in frozen)
-    clock /= mean_of(line.seconds_total for line in plain)
-    whole = [result.up for one in settings if name(one) == OURS for result in one.results]
-    of_plain = [result.up for one in settings if name(one) == PLAIN for result in one.results]
-    run = statistics.mean(whole) / statistics.mean(of_plain)
+    up, trained, clock = (
+        statistics.mean(getattr(line, what) for line in frozen)
+        / statistics.mean(getattr(line, what) for line in plain)
+        for what in ("bytes_up", "seconds_train", "seconds_total")
+    )
+    whole, of_plain = (
+        statistics.mean(result.up for one in settings if name(one) == method
+                        for result in one.results)
+        for method in (OURS, PLAIN)
+    )  # fmt: skip
     return (
-        f"a frozen round uploads {up:.3f} of FedAvg's bytes (the whole run {run:.3f}), trains in "
-        f"{trained:.2f} of its seconds and takes {clock:.2f} of its time on the clock"
+        f"a frozen round uploads {up:.3f} of FedAvg's bytes (the whole run "
+        f"{whole / of_plain:.3f}), trains in {trained:.2f} of its seconds and takes {clock:.2f} of "
+        "its time on the clock"
     )
 
 
@@ -298,6 +301,12 @@ def mean(setting: Setting) -> float:
     return statistics.mean(tables.qualities(setting))
 
 
+def by_seed(setting: Setting) -> dict[int, float]:
+    """Return the accuracy of every seed."""
+    seeds = [int(run.config()["seed"]) for run in setting.runs]
+    return dict(zip(seeds, tables.qualities(setting), strict=True))
+
+
 def noise_of(one: Setting, other: Setting) -> float:
     """Return two standard errors of the difference of two accuracies.
 
@@ -309,11 +318,6 @@ def noise_of(one: Setting, other: Setting) -> float:
     tested = json.loads((one.runs[0].path / "partition.json").read_text())["num_test_examples"]
     rates = [statistics.mean(each) for each in samples]
     return 2 * math.sqrt(sum(rate * (1 - rate) / tested for rate in rates))
-
-
-def mean_of(values: Iterable[float]) -> float:
-    """Return a mean."""
-    return statistics.mean(values)
 
 
 def verdict(shows: bool) -> str:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 SIZE = (4.6, 3.4)  # inches of one panel
 MOST_CLIENTS = 60  # bars that can be told apart; beyond, the partition is an image
+FAR_APART = 10.0  # from this ratio on an axis of bytes is logarithmic
 BYTES_LABEL = "payload of one client, both directions [MB]"
 
 
@@ -152,12 +153,16 @@ def _draw_by_bytes(axis: "Axes", curves: Mapping[str, Curve]) -> dict[str, Any]:
 
 
 def _by_megabytes(axis: "Axes", *, anything: bool) -> None:
-    """Give the x axis a logarithmic scale with plain numbers, if there is anything to draw."""
-    from matplotlib.ticker import FuncFormatter, LogLocator
+    """Give the x axis plain numbers, and a logarithmic scale where they lie far apart."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator
 
     axis.set_xlabel(BYTES_LABEL)
     axis.grid(alpha=0.3)
     if not anything:
+        return
+    low, high = axis.dataLim.intervalx
+    if high < FAR_APART * low:
+        axis.xaxis.set_major_locator(MaxNLocator(nbins=5))
         return
     axis.set_xscale("log")
     axis.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0), numticks=8))
@@ -232,7 +237,7 @@ def draw_timing(settings: Sequence[Setting]) -> "Figure":
     axis.tick_params(axis="y", labelsize="x-small")
     axis.invert_yaxis()
     axis.set_xlabel("seconds of a run")
-    _legend(axis, fontsize="small")
+    _legend(axis, fontsize="small", loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=4)
     figure.set_size_inches(SIZE[0], max(SIZE[1], 0.22 * len(settings) + 1.2))
     return figure
 
@@ -286,8 +291,9 @@ def draw_partition(run: RunFolder) -> "Figure | None":
         for index, name in enumerate(found["names"]):
             axis.barh(range(len(counts)), counts[:, index], left=left, label=name)
             left += counts[:, index]
+        axis.set_xlim(0, 1.05 * max(1.0, left.max()))
         axis.set_xlabel("examples")
-        _legend(axis, fontsize="x-small", ncols=2)
+        _legend(axis, fontsize="x-small", loc="upper left", bbox_to_anchor=(1.0, 1.0))
     else:
         shares = counts / np.maximum(1, counts.sum(axis=1, keepdims=True))
         image = axis.imshow(shares, aspect="auto", cmap="viridis", interpolation="nearest")

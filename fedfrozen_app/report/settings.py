@@ -158,7 +158,7 @@ def check_readable(folder: RunFolder) -> None:
 
 
 def _labelled(path: Path) -> list[tuple[RunFolder, dict[str, str] | None]]:
-    """Return run folders with the labels that their sweep gave: {} without a sweep.
+    """Return run folders, in their sweep's order, with the labels that it gave: {} without a sweep.
 
     None for what lies in a sweep's folder and is none of its runs.
     """
@@ -166,8 +166,10 @@ def _labelled(path: Path) -> list[tuple[RunFolder, dict[str, str] | None]]:
         return [(RunFolder(path), {})]
     said = path / LABELS_FILE
     known: dict[str, dict[str, str]] = json.loads(said.read_text()) if said.exists() else {}
-    folders = [RunFolder(found.parent) for found in sorted(path.glob("*/config.json"))]
-    return [(each, known.get(each.path.name) if known else {}) for each in folders]
+    names = sorted(found.parent.name for found in path.glob("*/config.json"))
+    place = {name: index for index, name in enumerate(known)}
+    names.sort(key=lambda name: place.get(name, len(place)))
+    return [(RunFolder(path / name), known.get(name) if known else {}) for name in names]
 
 
 def _by_config(key: Labels, runs: Sequence[RunFolder]) -> dict[Labels, list[RunFolder]]:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from fedfrozen_app.report import figures
 from fedfrozen_app.report.page import POLICY, html_table
 from fedfrozen_app.report.write import write_report
 from tests.report.test_report import write_run
@@ -111,3 +112,15 @@ def test_a_long_run_of_many_clients_is_drawn_as_an_image(tmp_path: Path) -> None
     assert len(drawn[""]["run"]["round"]) == 501
     picture = (tmp_path / "out" / "pictures" / "partition.svg").read_text()
     assert "<image" in picture and len(picture) < 200_000
+
+
+@pytest.mark.parametrize(("most", "scale"), [(1.5, "linear"), (50.0, "log")])
+def test_bytes_are_on_a_logarithmic_axis_only_where_they_lie_far_apart(
+    most: float, scale: str
+) -> None:
+    figure, axes = figures.new_figure()
+    axes[0][0].plot([1.0, most], [0.1, 0.2])
+    axes[0][0].axhline(0.15)  # says nothing about bytes
+    figures._by_megabytes(axes[0][0], anything=True)
+    assert axes[0][0].get_xscale() == scale
+    figures.save(figure, [])

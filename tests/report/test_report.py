@@ -167,8 +167,8 @@ def test_what_is_no_run_of_the_sweep_or_has_not_finished_is_left_out_and_said(
     write_report([tmp_path / "runs"], tmp_path / "out")
     said = (tmp_path / "out" / "table.md").read_text().splitlines()[-1]
     assert said.endswith(
-        "Left out: fedavg-1.old-1 (not of the sweep as it is now), "
-        "fedprox-1 (QuorumError: 1 of 10 replies)."
+        "Left out: fedprox-1 (QuorumError: 1 of 10 replies), "
+        "fedavg-1.old-1 (not of the sweep as it is now)."
     )
 
 

@@ -127,18 +127,25 @@ def table_4_2(runs: Path, pictures: Path) -> str:
 
 
 def comparable(settings: Sequence[Setting]) -> str:
-    """Return FedFrozen's distance to the best method at every alpha."""
-    parts, all_near = [], True
+    """Return FedFrozen's distance to the best method at every alpha, and who else is as near.
+
+    Where everybody is within noise of the best, nothing is shown about anybody.
+    """
+    parts, near = [], {name(one) for one in settings}
     for panel in panels(settings, "alpha"):
         ours = named(panel, OURS)
         sound = [one for one in panel if not one.has_diverged]
         best = max(sound, key=lambda one: (mean(one), one is ours))
-        behind, noise = mean(best) - mean(ours), noise_of(ours, best)
-        all_near &= ours in sound and behind <= noise
-        what = "the best" if best is ours else f"{100 * behind:.1f} points below {name(best)}"
-        bound = "" if best is ours else f" (noise: {100 * noise:.1f})"
-        parts.append(f"alpha {ours.label('alpha')}: {what}{bound}")
-    return f"{verdict(all_near)}: {'; '.join(parts)}"
+        near &= {name(one) for one in sound if mean(best) - mean(one) <= noise_of(one, best)}
+        behind, noise = 100 * (mean(best) - mean(ours)), 100 * noise_of(ours, best)
+        below = f"{behind:.1f} points below {name(best)} (noise: {noise:.1f})"
+        parts.append(f"alpha {ours.label('alpha')}: {'the best' if best is ours else below}")
+    methods = {name(one) for one in settings}
+    others = ", ".join(sorted(near - {OURS})) or "nobody"
+    return (
+        f"{verdict(OURS in near and near != methods)}: {'; '.join(parts)}; of the others within "
+        f"noise of the best at every alpha: {others}"
+    )
 
 
 def degradation(settings: Sequence[Setting]) -> str:

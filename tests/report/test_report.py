@@ -13,7 +13,7 @@ from fedfrozen_app.config import ConfigError, RunConfig
 from fedfrozen_app.report.curves import curve, end_point
 from fedfrozen_app.report.settings import read_settings
 from fedfrozen_app.report.tables import markdown
-from fedfrozen_app.report.write import write_report
+from fedfrozen_app.report.write import draw_all, write_report
 from fedfrozen_app.runs.finished import has_result, is_finished
 from fedfrozen_app.runs.store import MODEL, RoundMetrics, RunFolder
 from fedfrozen_app.runs.sweep import LABELS_FILE
@@ -179,16 +179,17 @@ def test_a_file_that_was_cut_off_is_named(tmp_path: Path) -> None:
         read_settings([tmp_path])
 
 
-def test_runs_that_broke_off_are_drawn_as_far_as_they_came(tmp_path: Path) -> None:
+@pytest.mark.parametrize("last", [0, 1])
+def test_runs_that_broke_off_are_drawn_as_far_as_they_came(tmp_path: Path, last: int) -> None:
     for seed in (1, 2):
-        run = write_run(tmp_path / "runs", "fedavg", seed, [0.1, 0.2])
-        run.go_back_to(0)
-        run.write_failure("DivergedError: round 1")
-    write_report([tmp_path / "runs"], tmp_path / "out")
-
-    assert (tmp_path / "out" / "pictures" / "pareto.png").exists()
+        run = write_run(tmp_path / "runs", "fedavg", seed, [0.1, 0.2, 0.3])
+        run.go_back_to(last)
+        run.write_failure(f"DivergedError: round {last + 1}")
     (setting,) = read_settings([tmp_path / "runs"])
     assert setting.has_diverged and end_point(setting) is None
+    assert curve(setting)["round"] == list(range(last + 1))
+    draw_all([setting], tmp_path)
+    assert (tmp_path / "pareto.png").exists()
 
 
 def test_an_end_point_is_where_each_run_ended(tmp_path: Path) -> None:

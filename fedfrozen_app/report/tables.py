@@ -54,7 +54,7 @@ def markdown(settings: Sequence[Setting]) -> str:
 
 
 def columns_of(settings: Sequence[Setting]) -> list[str]:
-    """Return the heads of :func:`.result_row`'s columns, the first by what was measured."""
+    """Return the heads of the columns of a result row, the first by what was measured."""
     kinds = {setting.is_text for setting in settings}
     quality = "accuracy or perplexity" if len(kinds) > 1 else "perplexity"
     return [quality if True in kinds else COLUMNS[0], *COLUMNS[1:]]

@@ -70,6 +70,7 @@ def test_int8_uploads_of_the_digits_by_hand(tmp_path: Path, cache: str) -> None:
     assert run.metrics[1].bytes_down == 3 * 4 * numbers
 
 
+@pytest.mark.slow
 def test_eight_bits_lose_little_and_feedback_most_of_the_bytes(tmp_path: Path, cache: str) -> None:
     keys: dict[str, Any] = {
         "strategy": "fedavg",

@@ -72,6 +72,7 @@ def test_wikitext2_has_its_600_articles_and_3_5_million_tokens(folders: dict[str
     assert len(dataset.test.article_starts) == 60
 
 
+@pytest.mark.slow
 def test_perplexity_falls_and_queries_and_keys_stay_after_the_freeze(
     folders: dict[str, str],
 ) -> None:

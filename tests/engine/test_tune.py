@@ -38,7 +38,7 @@ def tune(root: Path, cache: str, ratios: tuple[float, ...], **keys: Any) -> Tuni
 @pytest.mark.parametrize(
     "name",
     [
-        name if name in ("fedavg", "scaffold") else pytest.param(name, marks=pytest.mark.slow)
+        name if name == "scaffold" else pytest.param(name, marks=pytest.mark.slow)
         for name in VARIANTS
     ],
 )

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 SIZE = (4.6, 3.4)  # inches of one panel
+LEGEND_WIDTH = 1.4  # inches, where it lies beside
 MOST_CLIENTS = 60  # bars that can be told apart; beyond, the partition is an image
 FAR_APART = 10.0  # from this ratio on an axis of bytes is logarithmic
 BYTES_LABEL = "payload of one client, both directions [MB]"
@@ -84,6 +85,9 @@ def draw_bandwidth(
         axis.set_title(panel)
     axes[0][0].set_ylabel(quality_name(settings))
     _legend(axes[0][-1], loc="center left", bbox_to_anchor=(1.0, 0.5))
+    width, height = figure.get_size_inches()
+    entries = 1 + max(map(len, drawn.values()))  # of the legend, beside the last panel
+    figure.set_size_inches(width + LEGEND_WIDTH, max(height, 0.22 * entries + 0.6))
     save(figure, paths)
     return drawn
 

@@ -12,6 +12,7 @@ from PIL import Image
 
 from fedfrozen_app.report import figures
 from fedfrozen_app.report.page import POLICY, html_table
+from fedfrozen_app.report.settings import Setting
 from fedfrozen_app.report.write import write_report
 from tests.report.test_report import write_run
 
@@ -124,3 +125,15 @@ def test_bytes_are_on_a_logarithmic_axis_only_where_they_lie_far_apart(
     figures._by_megabytes(axes[0][0], anything=True)
     assert axes[0][0].get_xscale() == scale
     figures.save(figure, [])
+
+
+def test_a_legend_of_many_settings_leaves_room_for_the_curves(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path, "fedavg", index, [0.1, 0.5]) for index in range(30)]
+    settings = [
+        Setting((("method", f"a rather long name {index}"),), (run,))
+        for index, run in enumerate(runs)
+    ]
+    # a warning, which is an error in tests, would say that the axes have collapsed
+    figures.draw_bandwidth(settings, [tmp_path / "many.png"])
+    with Image.open(tmp_path / "many.png") as picture:
+        assert picture.height > 900

@@ -23,6 +23,7 @@ from fedfrozen_app.report import figures, tables
 from fedfrozen_app.report.provenance import provenance
 from fedfrozen_app.report.settings import Setting, label_names, panels_of, read_settings
 from fedfrozen_app.runs.comparison import statement
+from fedfrozen_app.runs.provenance import without_folders
 from fedfrozen_app.runs.store import CLIENTS, EARLY_END, FAILURE, METRICS
 from fedfrozen_app.runs.sweep import LABELS_FILE
 
@@ -30,7 +31,7 @@ DOCS = Path(__file__).resolve().parent
 RUNS = DOCS / "results" / "runs"
 AS_THEY_ARE = (METRICS, CLIENTS, FAILURE, EARLY_END)
 COMPACT = ("config.json", "partition.json", "start.json")
-PATHS = ("data-dir", "weights", "run-dir", "cache-dir")
+CONFIGS = {"config", "resolved"}  # in config.json
 BASE = "base.json"
 PLAIN, OURS = "fedavg", "fedfrozen"
 HEAD = """# What was run here
@@ -64,23 +65,15 @@ def keep(sweep: Path, to: Path) -> None:
         copy = target / run.path.name
         copy.mkdir(parents=True)
         for name in COMPACT:
-            content = without_folders(json.loads((run.path / name).read_text()))
+            content = json.loads((run.path / name).read_text())
+            for part in CONFIGS & content.keys():
+                content[part] = without_folders(content[part])
             (copy / name).write_text(json.dumps(content, separators=(",", ":")) + "\n")
         for name in AS_THEY_ARE:
             if (run.path / name).exists():
                 shutil.copyfile(run.path / name, copy / name)
     kept = {run.path.name: labels[run.path.name] for run in runs}
     (target / LABELS_FILE).write_text(json.dumps(kept) + "\n")
-
-
-def without_folders(content: object) -> object:
-    """Return JSON with only the last part of every path."""
-    if not isinstance(content, dict):
-        return content
-    return {
-        key: Path(value).name if key in PATHS and value else without_folders(value)
-        for key, value in content.items()
-    }
 
 
 def keep_base(weights: Path, to: Path) -> None:
@@ -113,7 +106,7 @@ def table_4_2(runs: Path, pictures: Path) -> str:
     return "\n".join([
         "## FedFrozen's Table 4.2 on CIFAR-10, small\n",
         tables.pivot(settings, "alpha"),
-        f"{tables.NOTE} {NOISE}\n\n{said(settings)}\n",
+        notes(settings),
         claim_table(claims),
         "![accuracy against bytes](results/table-4-2-small.png)\n",
         tables.markdown(settings),
@@ -207,10 +200,11 @@ def step_sizes(settings: Sequence[Setting]) -> str:
     for one in settings:
         mark = "**" if (name(one), one.label("lr")) in best else ""
         texts[name(one), one.label("lr")] = f"{mark}{validated(one):.3f}{mark}"
-    lines = [["method", *(f"lr {step}" for step in steps)], ["---", *["---:"] * len(steps)]]
-    for method in dict.fromkeys(map(name, settings)):
-        lines.append([method, *(texts.get((method, step), "-") for step in steps)])
-    return "\n".join(map(row, lines)) + "\n"
+    body = [
+        [method, *(texts.get((method, step), "-") for step in steps)]
+        for method in dict.fromkeys(map(name, settings))
+    ]
+    return tables.markdown_table(["method", *(f"lr {step}" for step in steps)], body, 1)
 
 
 def strategy(setting: Setting) -> str:
@@ -239,7 +233,7 @@ def warmup(runs: Path, pictures: Path) -> str:
     return "\n".join([
         "## How long to warm up\n",
         tables.markdown(settings),
-        f"{tables.NOTE} {NOISE}\n\n{said(settings)}\n",
+        notes(settings),
         claim_table([(
             "freezing too early leaves a poor kernel, too late exposes it to drift (shown in the "
             "paper by simulation)", interior(settings),
@@ -271,7 +265,7 @@ def femnist(runs: Path, pictures: Path) -> str:
     return "\n".join([
         "## FEMNIST: writers as clients, and label skew\n",
         tables.markdown(settings),
-        f"{tables.NOTE} {NOISE}\n\n{said(settings)}\n",
+        notes(settings),
         claim_table([("FedFrozen is comparable to FedAvg", " / ".join(
             comparable_to_plain(panel) for panel in panels(settings, "partition")))]),
         provenance(settings),
@@ -324,7 +318,7 @@ def noise_of(one: Setting, other: Setting) -> float:
     """
     samples = [tables.qualities(each) for each in (one, other)]
     if min(map(len, samples)) > 1:
-        return 2 * math.sqrt(sum(statistics.variance(each) / len(each) for each in samples))
+        return tables.noise(*samples)
     return noise_of_images(one, other)
 
 
@@ -340,19 +334,15 @@ def verdict(shows: bool) -> str:
     return "shows" if shows else "**not shown**"
 
 
-def said(settings: Sequence[Setting]) -> str:
-    """Return whether these runs are one comparison."""
-    return statement([run for one in settings for run in one.runs])
+def notes(settings: Sequence[Setting]) -> str:
+    """Return what the marks and noise of a table are, and whether its runs are one comparison."""
+    said = statement([run for one in settings for run in one.runs])
+    return f"{tables.NOTE} {NOISE}\n\n{said}\n"
 
 
 def claim_table(claims: Iterable[tuple[str, str]]) -> str:
     """Return the paper's claims beside what came out here."""
-    return "\n".join([row(["claim", "here"]), row(["---", "---"]), *map(row, claims)]) + "\n"
-
-
-def row(cells: Iterable[str]) -> str:
-    """Return a row of a table."""
-    return f"| {' | '.join(cells)} |"
+    return tables.markdown_table(["claim", "here"], claims, 2)
 
 
 def write_page(runs: Path, docs: Path) -> Path:

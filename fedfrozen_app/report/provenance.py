@@ -1,12 +1,11 @@
 """How the runs of a report were made, as whoever repeats or reviews them needs it."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from fedfrozen_app.config import RunConfig
 from fedfrozen_app.report.settings import Setting
-from fedfrozen_app.runs.provenance import NOT_OF_THE_RESULT, PLACES, config_hash
+from fedfrozen_app.runs.provenance import NOT_OF_THE_RESULT, config_hash, without_folders
 from fedfrozen_app.runs.sweep_progress import clock
 
 NOT_RECORDED = "not recorded"  # of runs that are older than what is asked for
@@ -44,7 +43,7 @@ def common_keys(configs: Sequence[Mapping[str, Any]]) -> list[str]:
         if key in HIDDEN or value == defaults.get(key):
             continue
         if all(config.get(key) == value for config in configs):
-            found.append(f"{key}={Path(str(value)).name if key in PLACES else value}")
+            found.append(f"{key}={without_folders({key: value})[key]}")
     return found
 
 

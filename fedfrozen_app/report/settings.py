@@ -6,10 +6,11 @@ of runs of several sweeps with the same labels, the config keys in which they di
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any, TypeVar
 
 from fedfrozen_app.config import ConfigError, RunConfig
 from fedfrozen_app.runs.finished import has_result
@@ -18,6 +19,7 @@ from fedfrozen_app.runs.store import CLIENTS, METRICS, RoundMetrics, RunFolder
 from fedfrozen_app.runs.sweep import LABELS_FILE
 from fedfrozen_app.runs.sweep_table import SEED, Result, read_result
 
+T = TypeVar("T")
 Labels = tuple[tuple[str, str], ...]  # name and value, without the seed
 COMPARED = ("method", "strategy")  # labels that say what is compared, the first one there
 
@@ -45,7 +47,7 @@ class Setting:
     @cached_property
     def metrics(self) -> list[list[RoundMetrics]]:
         """What the rounds of each run came to."""
-        return [run.metrics() for run in self.runs]
+        return [_read(run, METRICS, run.metrics) for run in self.runs]
 
     @cached_property
     def results(self) -> list[Result]:
@@ -57,7 +59,8 @@ class Setting:
         """The clients' own tests in the last round, of all runs."""
         found: list[dict[str, float]] = []
         for run, lines in zip(self.runs, self.metrics, strict=True):
-            found += [test for test in run.client_tests() if test["round"] == lines[-1].round]
+            tests = _read(run, CLIENTS, run.client_tests)
+            found += [test for test in tests if test["round"] == lines[-1].round]
         return found
 
     @property
@@ -88,17 +91,19 @@ def read_settings(paths: Sequence[Path]) -> list[Setting]:
         found = 0
         for folder, labels in _labelled(path):
             if labels is not None and has_result(folder):
-                check_readable(folder)
                 key = tuple(pair for pair in labels.items() if pair[0] != SEED)
                 groups.setdefault(key, {})[folder.path.resolve()] = folder
                 found += 1
         if not found:
             raise ConfigError(f"{str(path)!r} holds no finished run; give a run or sweep folder")
-    return [
+    settings = [
         Setting(tuple(labels), tuple(runs))
         for key, group in groups.items()
         for labels, runs in _by_config(key, list(group.values())).items()
     ]
+    for setting in settings:  # read and kept now, so that a bad file is known before any is written
+        _ = setting.metrics, setting.client_tests
+    return settings
 
 
 def left_out(paths: Sequence[Path]) -> list[str]:
@@ -143,18 +148,20 @@ def panels_of(settings: Sequence[Setting], compared: str) -> dict[str, list[Sett
     return panels
 
 
-def check_readable(folder: RunFolder) -> None:
-    """Raise ConfigError for a file of a run that was cut off or changed by hand."""
-    files = {"config.json": lambda: folder.config()["config"], METRICS: folder.metrics,
-             CLIENTS: folder.client_tests}  # fmt: skip
-    for name, read in files.items():
-        try:
-            read()
-        except (OSError, ValueError, LookupError, TypeError) as error:
-            raise ConfigError(
-                f"{str(folder.path / name)!r} cannot be read ({type(error).__name__}: {error}); "
-                "restore it, or leave that run out"
-            ) from None
+def _read(run: RunFolder, name: str, read: Callable[[], T]) -> T:
+    """Return what a file of a run holds; raise ConfigError if it was cut off or changed by hand."""
+    try:
+        return read()
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise ConfigError(
+            f"{str(run.path / name)!r} cannot be read ({type(error).__name__}: {error}); "
+            "restore it, or leave that run out"
+        ) from None
+
+
+def _config(run: RunFolder) -> dict[str, Any]:
+    """Return a run's config keys."""
+    return _read(run, "config.json", lambda: dict(run.config()["config"]))
 
 
 def _labelled(path: Path) -> list[tuple[RunFolder, dict[str, str] | None]]:
@@ -175,7 +182,7 @@ def _labelled(path: Path) -> list[tuple[RunFolder, dict[str, str] | None]]:
 def _by_config(key: Labels, runs: Sequence[RunFolder]) -> dict[Labels, list[RunFolder]]:
     """Divide runs of the same labels by the config keys in which they differ, beside the seed."""
     defaults = RunConfig().to_mapping()
-    configs = [{**defaults, **run.config()["config"]} for run in runs]
+    configs = [{**defaults, **_config(run)} for run in runs]
     keys = {name for config in configs for name in config} - {SEED, *NOT_OF_THE_RESULT}
     differ = sorted(name for name in keys if len({str(each.get(name)) for each in configs}) > 1)
     found: dict[Labels, list[RunFolder]] = {}

@@ -44,13 +44,18 @@ def markdown(settings: Sequence[Setting]) -> str:
     """Return one row for every setting; the columns are those of ``fedfrozen sweep``."""
     names = label_names(settings)
     head = [*(names or ["run"]), *columns_of(settings)]
-    lines = [_row(head), _row(["---"] * len(names or ["run"]) + ["---:"] * len(COLUMNS))]
-    marks = all_marks(settings)
+    body, marks = [], all_marks(settings)
     for setting in settings:
         texts = texts_of(setting, names)
         quality, *rest = result_row(setting.results)
-        lines.append(_row([*texts, marked(quality, marks.get(setting.labels, "")), *rest]))
-    return "\n".join(lines) + "\n"
+        body.append([*texts, marked(quality, marks.get(setting.labels, "")), *rest])
+    return markdown_table(head, body, len(names or ["run"]))
+
+
+def markdown_table(head: Sequence[str], body: Iterable[Sequence[str]], texts: int) -> str:
+    """Return a table whose first columns are text and the others numbers."""
+    align = ["---"] * texts + ["---:"] * (len(head) - texts)
+    return "\n".join(map(_row, [head, align, *body])) + "\n"
 
 
 def columns_of(settings: Sequence[Setting]) -> list[str]:
@@ -84,8 +89,7 @@ def pivot(settings: Sequence[Setting], columns: str, *, latex: bool = False) -> 
     if latex:
         escaped = [[escape(text) for text in row[: len(names)]] + row[len(names) :] for row in body]
         return latex_table([escape(text) for text in head], escaped, len(names or ["run"]))
-    align = ["---"] * len(names or ["run"]) + ["---:"] * len(heads)
-    return "\n".join(_row(row) for row in [head, align, *body]) + "\n"
+    return markdown_table(head, body, len(names or ["run"]))
 
 
 def latex(settings: Sequence[Setting]) -> str:
@@ -148,8 +152,7 @@ def clients(settings: Sequence[Setting]) -> str:
     """
     names = label_names(settings)
     columns = ["mean", "worst", "p10", "std", "mean after", "worst after", "tests"]
-    heads = names or ["run"]
-    lines = [_row([*heads, *columns]), _row(["---"] * len(heads) + ["---:"] * len(columns))]
+    heads, body = names or ["run"], []
     for setting in settings:
         if not (found := client_measures(setting, "accuracy")):
             continue
@@ -157,8 +160,8 @@ def clients(settings: Sequence[Setting]) -> str:
         texts = texts_of(setting, names)
         spreads = [np.mean(found), min(found), np.percentile(found, 10), np.std(found)]
         late = [f"{np.mean(after):.4f}", f"{min(after):.4f}"] if after else ["-", "-"]
-        lines.append(_row([*texts, *(f"{each:.4f}" for each in spreads), *late, str(len(found))]))
-    return "\n".join(lines) + "\n" if len(lines) > 2 else ""
+        body.append([*texts, *(f"{each:.4f}" for each in spreads), *late, str(len(found))])
+    return markdown_table([*heads, *columns], body, len(heads)) if body else ""
 
 
 # --- marks ------------------------------------------------------------------------------
@@ -190,8 +193,12 @@ def within_noise(one: Sequence[float], other: Sequence[float]) -> bool:
     """Whether two means differ by no more than two standard errors of their difference."""
     if min(len(one), len(other)) < 2:
         return False
-    error = math.sqrt(sum(statistics.variance(each) / len(each) for each in (one, other)))
-    return abs(statistics.mean(one) - statistics.mean(other)) <= 2 * error
+    return abs(statistics.mean(one) - statistics.mean(other)) <= noise(one, other)
+
+
+def noise(one: Sequence[float], other: Sequence[float]) -> float:
+    """Return two standard errors of the difference of two means, each over two values or more."""
+    return 2 * math.sqrt(sum(statistics.variance(each) / len(each) for each in (one, other)))
 
 
 def quality_text(setting: Setting) -> str:

@@ -5,7 +5,7 @@ are one comparison; what else differs among them than their method is said, neve
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -78,8 +78,12 @@ def comparisons(runs: Sequence[RunFolder]) -> list[list[Facts]]:
 
 def differences(runs: Sequence[RunFolder]) -> list[str]:
     """Return in what the runs of each comparison differ, beside their method; [] = in nothing."""
+    return _differences(comparisons(runs))
+
+
+def _differences(groups: Iterable[Sequence[Facts]]) -> list[str]:
     found: dict[str, None] = {}
-    for group in comparisons(runs):
+    for group in groups:
         for what, read in CHECKS.items():
             kinds: dict[str, list[Facts]] = {}
             for facts in group:
@@ -107,9 +111,9 @@ def _said(what: str, kinds: Mapping[str, Sequence[Facts]]) -> str:
 
 def statement(runs: Sequence[RunFolder]) -> str:
     """Return what all runs share, or in what they differ, and which have nothing to be held to."""
-    if found := differences(runs):
-        return "Not one comparison: " + "; ".join(found) + "."
     groups = comparisons(runs)
+    if found := _differences(groups):
+        return "Not one comparison: " + "; ".join(found) + "."
     alone = [group[0].path.name for group in groups if len(group) == 1]
     if len(alone) == len(runs):
         return "Nothing to check: no two runs have data, partition settings and seed in common."

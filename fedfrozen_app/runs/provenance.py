@@ -22,7 +22,8 @@ NOT_OF_THE_RESULT = (
     "tracker",
 )  # fmt: skip
 CHANGED = "+changed"  # ends the revision of a package with changes that are not committed
-PLACES = ("data-dir", "weights")  # keys that may hold a path: its last part says what was read
+# keys that may hold a path, whose last part says what it is on every machine
+PLACES = ("data-dir", "weights", "run-dir", "cache-dir")
 
 
 def describe_run(config: RunConfig) -> dict[str, Any]:
@@ -105,8 +106,14 @@ def config_hash(configs: Sequence[Mapping[str, Any]]) -> str:
     the same runs on another machine have the same hash.
     """
     lines = []
-    for config in configs:
+    for config in map(without_folders, configs):
         kept = {key: value for key, value in config.items() if key not in NOT_OF_THE_RESULT}
-        kept |= {key: Path(str(kept[key])).name for key in PLACES if kept.get(key)}
         lines.append(json.dumps(kept, sort_keys=True))
     return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()[:12]
+
+
+def without_folders(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return config keys and values with only the last part of every path."""
+    return {
+        key: Path(value).name if key in PLACES and value else value for key, value in config.items()
+    }
